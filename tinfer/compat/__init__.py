@@ -1,0 +1,1 @@
+"""Torch references (the contracts), the import guard, adapters to optional libraries."""

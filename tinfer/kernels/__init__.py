@@ -1,0 +1,1 @@
+"""Triton kernels, one module per op family, loaded only when an op asks for one."""

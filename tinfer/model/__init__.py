@@ -1,0 +1,1 @@
+"""The model: plain modules that compute only through tinfer.ops."""

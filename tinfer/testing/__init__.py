@@ -1,0 +1,1 @@
+"""Case lists, comparisons and timing shared by tests, bring-up and benchmarks."""

@@ -1,0 +1,74 @@
+"""Comparisons with bounds that are derived, not tuned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BF16_EPS = 2.0**-8  # half an ulp, relative: the largest error of one rounding to bf16
+FP32_EPS = 2.0**-24
+
+
+def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
+    """(relative L2, max error over max magnitude); infinities and NaN must sit alike."""
+    a, e = actual.double(), expected.double()
+    finite = torch.isfinite(e)
+    same = torch.equal(torch.isfinite(a), finite) and torch.equal(
+        a[~finite].nan_to_num(0.5), e[~finite].nan_to_num(0.5)
+    )
+    if not same:
+        return float("inf"), float("inf")
+    a, e = a[finite], e[finite]
+    if not e.numel():
+        return 0.0, 0.0
+    difference, norm, top = (a - e), e.norm().item(), e.abs().max().item()
+    if norm == 0.0:
+        exact = not bool(difference.any())
+        return (0.0, 0.0) if exact else (float("inf"), float("inf"))
+    return difference.norm().item() / norm, difference.abs().max().item() / top
+
+
+def assert_exact(actual: Tensor, expected: Tensor, name: str = "output") -> None:
+    """Same shape, dtype and bits (NaN payloads included); the message gives the first mismatch."""
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, want {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, want {expected.dtype}"
+    if actual.is_floating_point():
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}
+        view = bits[actual.element_size()]
+        a, e = actual.contiguous().view(view), expected.contiguous().view(view)
+    else:
+        a, e = actual, expected
+    if torch.equal(a, e):
+        return
+    where = (a != e).nonzero()
+    at = tuple(int(i) for i in where[0])
+    raise AssertionError(
+        f"{name}: {len(where)} of {a.numel()} elements differ, first at {at}: "
+        f"{actual[at].item()!r}, want {expected[at].item()!r}"
+    )
+
+
+def assert_close(
+    actual: Tensor, expected: Tensor, rel_l2: float, max_rel: float, name: str = "output"
+) -> None:
+    """Relative L2 and max error within the given bounds; shapes and dtypes equal."""
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, want {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, want {expected.dtype}"
+    l2, top = errors(actual, expected)
+    assert l2 <= rel_l2 and top <= max_rel, (
+        f"{name}: rel_l2 {l2:.2e} (<= {rel_l2:.2e}), max_rel {top:.2e} (<= {max_rel:.2e})"
+    )
+
+
+def assert_equal_tree(actual: Any, expected: Any, name: str = "output") -> None:
+    """`assert_exact` over tensors, None, numbers and nested tuples or lists of them."""
+    if isinstance(expected, Tensor):
+        assert_exact(actual, expected, name)
+    elif isinstance(expected, (tuple, list)):
+        assert len(actual) == len(expected), f"{name}: {len(actual)} outputs, want {len(expected)}"
+        for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+            assert_equal_tree(a, e, f"{name}[{i}]")
+    else:
+        assert actual == expected, f"{name}: {actual!r}, want {expected!r}"
