@@ -30,8 +30,8 @@ def _e4m3_table(device: torch.device) -> Tensor:
     exponent, mantissa = (code >> 3) & 15, (code & 7).float()
     normal = torch.ldexp(1.0 + mantissa / 8.0, exponent - 7)
     value = torch.where(exponent == 0, torch.ldexp(mantissa, torch.tensor(-9)), normal)
-    value = torch.where((code & 127) == 127, torch.full_like(value, float("nan")), value)
-    return torch.where(code >= 128, -value, value).to(device)
+    value = torch.where(code >= 128, -value, value)
+    return value.masked_fill((code & 127) == 127, float("nan")).to(device)
 
 
 @functools.cache
@@ -42,7 +42,7 @@ def _e2m1_table(device: torch.device) -> Tensor:
 
 @functools.cache
 def _ue8m0_table(device: torch.device) -> Tensor:
-    value = torch.ldexp(torch.tensor(1.0, dtype=torch.float64), torch.arange(256) - 127).float()
+    value = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).float()
     value[255] = float("nan")
     return value.to(device)
 
@@ -80,26 +80,29 @@ def _pow2(exponent: Tensor) -> Tensor:
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """fp32 -> uint8 e4m3fn: nearest, ties to even, saturating at 448; NaN and -0 are kept."""
+    """fp32 -> uint8 e4m3fn: nearest, ties to even, saturating at 448; -0 is kept.
+
+    NaN becomes 0x7F whatever its sign, as in the hardware conversions.
+    """
     bits = _bits(x)
     magnitude = x.float().abs().clamp(max=E4M3_MAX)
     exponent = (((bits >> 23) & 255) - 127).clamp(-6, 8)
     steps = torch.round(magnitude * _pow2(3 - exponent)).nan_to_num(0.0).int()
-    code = torch.where(x.isnan(), 127, ((exponent + 7) << 3) + steps - 8)
-    return (code | ((bits >> 24) & 128)).to(torch.uint8)
+    code = (((exponent + 7) << 3) + steps - 8) | ((bits >> 24) & 128)
+    return code.masked_fill(x.isnan(), 127).to(torch.uint8)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
     """fp32 -> uint8 e2m1 codes 0..15: nearest, ties to the even code, saturating at 6.
 
-    A negative value that rounds to zero keeps its sign (code 8). NaN becomes 6 with its sign.
+    A negative value that rounds to zero keeps its sign (code 8). NaN becomes +6.
     """
     bits = _bits(x)
-    magnitude = x.float().abs().nan_to_num(E2M1_MAX, E2M1_MAX).clamp(max=E2M1_MAX)
+    magnitude = x.float().abs().nan_to_num(E2M1_MAX).clamp(max=E2M1_MAX)
     exponent = (((magnitude.view(torch.int32) >> 23) & 255) - 127).clamp(0, 2)
     steps = torch.round(magnitude * _pow2(1 - exponent)).int()
-    code = steps + 2 * exponent
-    return (code | ((bits >> 28) & 8)).to(torch.uint8)
+    code = (steps + 2 * exponent) | ((bits >> 28) & 8)
+    return code.masked_fill(x.isnan(), 7).to(torch.uint8)
 
 
 def encode_ue8m0(x: Tensor) -> Tensor:
