@@ -4,6 +4,11 @@ The reference in `tinfer.compat` is the contract (its docstring gives shapes, dt
 the registry decides at each call whether the Triton kernel of the same name runs instead.
 """
 
+from tinfer.compat.gemm import linear_bf16 as _linear_bf16
+from tinfer.compat.gemm import linear_fp4 as _linear_fp4
+from tinfer.compat.gemm import linear_fp8 as _linear_fp8
+from tinfer.compat.gemm import linear_fp32 as _linear_fp32
+from tinfer.compat.gemm import linear_grouped as _linear_grouped
 from tinfer.compat.hyper_connection import hc_boundary as _hc_boundary
 from tinfer.compat.hyper_connection import hc_collapse as _hc_collapse
 from tinfer.compat.hyper_connection import hc_collapse_norm as _hc_collapse_norm
@@ -12,6 +17,7 @@ from tinfer.compat.hyper_connection import hc_mean as _hc_mean
 from tinfer.compat.hyper_connection import hc_mix as _hc_mix
 from tinfer.compat.hyper_connection import hc_post as _hc_post
 from tinfer.compat.hyper_connection import hc_split as _hc_split
+from tinfer.compat.moe_experts import moe_experts as _moe_experts
 from tinfer.compat.norm_rope import apply_rotary_ as _apply_rotary_
 from tinfer.compat.norm_rope import rms_norm as _rms_norm
 from tinfer.compat.norm_rope import rms_norm_cast as _rms_norm_cast
@@ -33,3 +39,9 @@ hc_mean = Op(_hc_mean, kernel=False)
 hc_mix = Op(_hc_mix, kernel=False)
 hc_post = Op(_hc_post, kernel=False)
 hc_split = Op(_hc_split, kernel=False)
+linear_bf16 = Op(_linear_bf16, kernel=False)
+linear_fp4 = Op(_linear_fp4, kernel=False)
+linear_fp8 = Op(_linear_fp8, kernel=False)
+linear_fp32 = Op(_linear_fp32, kernel=False)
+linear_grouped = Op(_linear_grouped, kernel=False)
+moe_experts = Op(_moe_experts, kernel=False)
