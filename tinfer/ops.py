@@ -21,6 +21,7 @@ from tinfer.compat.moe_experts import moe_experts as _moe_experts
 from tinfer.compat.norm_rope import apply_rotary_ as _apply_rotary_
 from tinfer.compat.norm_rope import rms_norm as _rms_norm
 from tinfer.compat.norm_rope import rms_norm_cast as _rms_norm_cast
+from tinfer.compat.sparse_mla import sparse_mla as _sparse_mla
 from tinfer.compat.swiglu import swiglu as _swiglu
 from tinfer.compat.swiglu import swiglu_cast as _swiglu_cast
 from tinfer.registry import Op
@@ -45,3 +46,4 @@ linear_fp8 = Op(_linear_fp8, kernel=False)
 linear_fp32 = Op(_linear_fp32, kernel=False)
 linear_grouped = Op(_linear_grouped, kernel=False)
 moe_experts = Op(_moe_experts, kernel=False)
+sparse_mla = Op(_sparse_mla, kernel=False)
