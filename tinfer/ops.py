@@ -4,6 +4,11 @@ The reference in `tinfer.compat` is the contract (its docstring gives shapes, dt
 the registry decides at each call whether the Triton kernel of the same name runs instead.
 """
 
+from tinfer.compat.compressor import compress_pool as _compress_pool
+from tinfer.compat.engram import engram_gate as _engram_gate
+from tinfer.compat.engram import engram_gather as _engram_gather
+from tinfer.compat.engram import engram_lookback as _engram_lookback
+from tinfer.compat.engram import ngram_hash as _ngram_hash
 from tinfer.compat.gemm import linear_bf16 as _linear_bf16
 from tinfer.compat.gemm import linear_fp4 as _linear_fp4
 from tinfer.compat.gemm import linear_fp8 as _linear_fp8
@@ -17,13 +22,27 @@ from tinfer.compat.hyper_connection import hc_mean as _hc_mean
 from tinfer.compat.hyper_connection import hc_mix as _hc_mix
 from tinfer.compat.hyper_connection import hc_post as _hc_post
 from tinfer.compat.hyper_connection import hc_split as _hc_split
+from tinfer.compat.indexer import index_logits as _index_logits
+from tinfer.compat.indexer import index_logits_blocks as _index_logits_blocks
+from tinfer.compat.indices import ids_to_slots as _ids_to_slots
+from tinfer.compat.indices import range_slots as _range_slots
+from tinfer.compat.kv_cache import load_kv as _load_kv
+from tinfer.compat.kv_cache import store_kv as _store_kv
+from tinfer.compat.kv_cache import store_kv_rope as _store_kv_rope
 from tinfer.compat.moe_experts import moe_experts as _moe_experts
+from tinfer.compat.moe_gate import moe_gate as _moe_gate
+from tinfer.compat.moe_permute import expert_combine as _expert_combine
+from tinfer.compat.moe_permute import expert_permute as _expert_permute
 from tinfer.compat.norm_rope import apply_rotary_ as _apply_rotary_
 from tinfer.compat.norm_rope import rms_norm as _rms_norm
 from tinfer.compat.norm_rope import rms_norm_cast as _rms_norm_cast
 from tinfer.compat.sparse_mla import sparse_mla as _sparse_mla
 from tinfer.compat.swiglu import swiglu as _swiglu
 from tinfer.compat.swiglu import swiglu_cast as _swiglu_cast
+from tinfer.compat.topk import candidate_blocks as _candidate_blocks
+from tinfer.compat.topk import candidate_lengths as _candidate_lengths
+from tinfer.compat.topk import restore_candidates as _restore_candidates
+from tinfer.compat.topk import topk_indices as _topk_indices
 from tinfer.registry import Op
 
 __all__ = ["Op"]
@@ -47,3 +66,22 @@ linear_fp32 = Op(_linear_fp32, kernel=False)
 linear_grouped = Op(_linear_grouped, kernel=False)
 moe_experts = Op(_moe_experts, kernel=False)
 sparse_mla = Op(_sparse_mla, kernel=False)
+engram_gate = Op(_engram_gate, kernel=False)
+engram_gather = Op(_engram_gather, kernel=False)
+engram_lookback = Op(_engram_lookback, kernel=False)
+ngram_hash = Op(_ngram_hash, kernel=False)
+moe_gate = Op(_moe_gate, kernel=False)
+expert_combine = Op(_expert_combine, kernel=False)
+expert_permute = Op(_expert_permute, kernel=False)
+store_kv = Op(_store_kv, kernel=False)
+load_kv = Op(_load_kv, kernel=False)
+store_kv_rope = Op(_store_kv_rope, kernel=False)
+compress_pool = Op(_compress_pool, kernel=False)
+range_slots = Op(_range_slots, kernel=False)
+ids_to_slots = Op(_ids_to_slots, kernel=False)
+index_logits = Op(_index_logits, kernel=False)
+index_logits_blocks = Op(_index_logits_blocks, kernel=False)
+topk_indices = Op(_topk_indices, kernel=False)
+candidate_blocks = Op(_candidate_blocks, kernel=False)
+candidate_lengths = Op(_candidate_lengths, kernel=False)
+restore_candidates = Op(_restore_candidates, kernel=False)
