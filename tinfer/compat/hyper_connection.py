@@ -64,11 +64,11 @@ def hc_split(mixes: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iters: i
     """
     check_hc_split(mixes, scale, base, hc_eps, iters)
     copies = _copies("hc_split", mixes)
-    pre, post, comb = mixes.split([copies, copies, copies * copies], dim=-1)
-    b_pre, b_post, b_comb = base.split([copies, copies, copies * copies])
+    pre, post, comb = torch.split(mixes, [copies, copies, copies * copies], dim=-1)
+    b_pre, b_post, b_comb = torch.split(base, [copies, copies, copies * copies])
     pre = torch.sigmoid(pre * scale[0] + b_pre) + hc_eps
     post = 2.0 * torch.sigmoid(post * scale[1] + b_post)
-    comb = (comb * scale[2] + b_comb).unflatten(-1, (copies, copies)).softmax(-1) + hc_eps
+    comb = (comb * scale[2] + b_comb).reshape(len(mixes), copies, copies).softmax(-1) + hc_eps
     comb = comb / (comb.sum(-2, keepdim=True) + hc_eps)
     for _ in range(iters - 1):
         comb = comb / (comb.sum(-1, keepdim=True) + hc_eps)
