@@ -4,6 +4,10 @@ The reference in `tinfer.compat` is the contract (its docstring gives shapes, dt
 the registry decides at each call whether the Triton kernel of the same name runs instead.
 """
 
+from tinfer.compat.casts import cast_back as _cast_back
+from tinfer.compat.casts import fake_quant_ as _fake_quant_
+from tinfer.compat.casts import per_block_cast as _per_block_cast
+from tinfer.compat.casts import per_token_cast as _per_token_cast
 from tinfer.compat.compressor import compress_pool as _compress_pool
 from tinfer.compat.engram import engram_gate as _engram_gate
 from tinfer.compat.engram import engram_gather as _engram_gather
@@ -46,6 +50,10 @@ from tinfer.compat.topk import topk_indices as _topk_indices
 from tinfer.registry import Op
 
 __all__ = ["Op"]
+cast_back = Op(_cast_back, kernel=False)
+fake_quant_ = Op(_fake_quant_, kernel=False)
+per_block_cast = Op(_per_block_cast, kernel=False)
+per_token_cast = Op(_per_token_cast, kernel=False)
 apply_rotary_ = Op(_apply_rotary_, kernel=False)
 rms_norm = Op(_rms_norm, kernel=False)
 rms_norm_cast = Op(_rms_norm_cast, kernel=False)

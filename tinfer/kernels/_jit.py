@@ -165,7 +165,7 @@ def e2m1_to_bf16_raw(code):
 @triton.jit
 def nibbles_pack(code):
     """codes [..., 2n] -> bytes [..., n]; the even column sits in the low nibble."""
-    low, high = tl.split(tl.reshape(code, code.shape[:-1] + [code.shape[-1] // 2, 2]))
+    low, high = tl.split(tl.reshape(code, code.shape[:-1] + [code.shape[-1] // 2, 2]))  # noqa: RUF005
     return low | (high << 4)
 
 
