@@ -149,9 +149,20 @@ def sparse_mla(
         causal mask: the slots say what is visible. A row without keys gives zeros. sink +inf
         gives zeros, -inf is no sink.
     """
-    arguments = (window_cache, window_layout, window_slots, compressed_cache, compressed_layout)
-    more = (compressed_slots, sink, scale, window_lengths, compressed_lengths, value_dim)
-    check_sparse_mla(q, *arguments, *more)
+    check_sparse_mla(
+        q,
+        window_cache,
+        window_layout,
+        window_slots,
+        compressed_cache,
+        compressed_layout,
+        compressed_slots,
+        sink,
+        scale,
+        window_lengths,
+        compressed_lengths,
+        value_dim,
+    )
     from tinfer.compat.kv_cache import load_kv
 
     sources = [(window_cache, window_layout, window_slots, window_lengths)]
