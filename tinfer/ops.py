@@ -47,6 +47,11 @@ from tinfer.compat.topk import candidate_blocks as _candidate_blocks
 from tinfer.compat.topk import candidate_lengths as _candidate_lengths
 from tinfer.compat.topk import restore_candidates as _restore_candidates
 from tinfer.compat.topk import topk_indices as _topk_indices
+from tinfer.compat.weight_casts import dequantize_weight as _dequantize_weight
+from tinfer.compat.weight_casts import fp4_to_fp8 as _fp4_to_fp8
+from tinfer.compat.weight_casts import requantize_fp4 as _requantize_fp4
+from tinfer.compat.weight_casts import requantize_fp8 as _requantize_fp8
+from tinfer.compat.weight_casts import transpose_weight_scales as _transpose_weight_scales
 from tinfer.registry import Op
 
 __all__ = ["Op"]
@@ -54,6 +59,11 @@ cast_back = Op(_cast_back, kernel=False)
 fake_quant_ = Op(_fake_quant_, kernel=False)
 per_block_cast = Op(_per_block_cast, kernel=False)
 per_token_cast = Op(_per_token_cast, kernel=False)
+dequantize_weight = Op(_dequantize_weight, kernel=False)
+fp4_to_fp8 = Op(_fp4_to_fp8, kernel=False)
+requantize_fp4 = Op(_requantize_fp4, kernel=False)
+requantize_fp8 = Op(_requantize_fp8, kernel=False)
+transpose_weight_scales = Op(_transpose_weight_scales, kernel=False)
 apply_rotary_ = Op(_apply_rotary_, kernel=False)
 rms_norm = Op(_rms_norm, kernel=False)
 rms_norm_cast = Op(_rms_norm_cast, kernel=False)

@@ -4,12 +4,12 @@ Values are e4m3 (one byte) or e2m1 (two a byte, even column in the low nibble). 
 derived from its largest magnitude `a`, never below a floor that keeps all-zero groups finite, with
 `top` = 448 for e4m3 and 6 for e2m1:
 
-    scale_fmt       stored as                         scale                            floor of a
-    "ue8m0"         uint8                             2^ceil(log2(a * fp32(1/top)))    1e-4 | 6*2^-126
-    "ue8m0_packed"  int32, four bytes little-endian   the same                         the same
-    "fp32_pow2"     fp32                              the same                         the same
-    "fp32"          fp32                              a * fp32(1/top)                  the same
-    "e4m3"          uint8                             e4m3(a / top), true division     top * 2^-9
+    scale_fmt        stored as                 scale                         floor of a
+    "ue8m0"          uint8                     2^ceil(log2(a*fp32(1/top)))   1e-4 or 6*2^-126
+    "ue8m0_packed"   int32, 4 bytes, low first the same                      the same
+    "fp32_pow2"      fp32                      the same                      the same
+    "fp32"           fp32                      a * fp32(1/top)               the same
+    "e4m3"           uint8                     e4m3(a / top), true division  top * 2^-9
 
 ceil(log2) works on the exponent bits, so an exact power of two is not bumped. Values are
 `encode(x / scale)` with the scale as stored, by true division, to nearest with ties to even codes,
