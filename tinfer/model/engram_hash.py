@@ -54,7 +54,8 @@ def compressed_token_map(tokenizer: Tokenizer, size: int | None = None) -> Tenso
     numbers: dict[str, int] = {}
     compressed = []
     for i, text in enumerate(texts):
-        key = tokenizer.id_to_token(i) if _UNKNOWN in text else normalize(text) or text
+        raw = tokenizer.id_to_token(i) if _UNKNOWN in text else None
+        key = raw or normalize(text) or text
         compressed.append(numbers.setdefault(key, len(numbers)))
     if size is not None and len(numbers) != size:
         raise ConfigError(

@@ -25,9 +25,12 @@ class TensorSource(Protocol):
 
 
 class EngramTable(Protocol):
-    """Rows by number. `capturable`: `gather` waits for nothing and may be put in a graph."""
+    """Rows by number."""
 
-    capturable: bool
+    @property
+    def capturable(self) -> bool:
+        """Whether `gather` waits for nothing, so that a graph may capture it."""
+        ...
 
     def gather(self, ids: Tensor) -> Tensor:
         """int64 `[T, cols]` global row numbers -> bf16 `[T, cols*E]`, see ops.engram_gather."""
@@ -42,7 +45,10 @@ class ResidentTable:
     table: Tensor  # uint8 [rows, E]
     scale: Tensor  # uint8 [rows, E/32]
     row_start: int = 0
-    capturable: bool = field(default=True, init=False)
+
+    @property
+    def capturable(self) -> bool:
+        return True
 
     def gather(self, ids: Tensor) -> Tensor:
         return ops.engram_gather(self.table, self.scale, ids, self.row_start)
@@ -62,7 +68,10 @@ class StagedTable:
     row_start: int = 0
     readers: int = 16
     rows_read: int = field(default=0, init=False)
-    capturable: bool = field(default=False, init=False)
+
+    @property
+    def capturable(self) -> bool:
+        return False
 
     def gather(self, ids: Tensor) -> Tensor:
         rows, inverse = torch.unique(ids.cpu() - self.row_start, return_inverse=True)
@@ -103,10 +112,10 @@ class ShardedTable:
 
     local: EngramTable
     add_: Callable[[Tensor], object]
-    capturable: bool = field(default=False, init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "capturable", self.local.capturable)
+    @property
+    def capturable(self) -> bool:
+        return self.local.capturable
 
     def gather(self, ids: Tensor) -> Tensor:
         rows = self.local.gather(ids)
