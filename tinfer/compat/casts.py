@@ -226,7 +226,8 @@ def cast_back(
     value = decode_e4m3(q) if fmt == "e4m3" else decode_e2m1(unpack_e2m1(q))
     groups = value.shape[-1] // group
     scale = _decode_scale(s, scale_fmt, groups)
-    return (value.unflatten(-1, (groups, group)) * scale[..., None]).flatten(-2).to(dtype)
+    out: Tensor = (value.unflatten(-1, (groups, group)) * scale[..., None]).flatten(-2).to(dtype)
+    return out
 
 
 def fake_quant_(x: Tensor, fmt: str, group: int, scale_fmt: str) -> None:
