@@ -28,7 +28,7 @@ from tinfer.kv_layout import FIRST_CASTS, KVLayout, check_cache
 
 # ---------------------------------------------------------------- rows <-> codes and scales
 def _amax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    grouped = x.float().reshape(*x.shape[:-1], -1, group)
+    grouped = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
     return grouped, grouped.abs().amax(-1)
 
 

@@ -1,0 +1,261 @@
+"""Requests in, tokens out: chunked prefill, decode in one flat batch, sampling, logprobs.
+
+Each step runs one forward pass over the rows of all active sequences: the next prompt chunk of
+those still in prefill and one token of those that decode. A request's tokens depend on nothing
+but its own prompt, parameters and seed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tinfer import ops
+from tinfer.cache import Cache, CacheSize
+from tinfer.model.batch import Batch, ImageRows, Trace, no_trace
+from tinfer.model.build import Model
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen. Every cut is off at its default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    max_new_tokens: int = 200
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # top-N beside each token's own logprob; None: none at all
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (self.temperature >= 0, ">= 0", self.temperature),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]", self.top_p),
+            "top_k": (self.top_k >= 0, ">= 0 (0: off)", self.top_k),
+            "min_p": (0 <= self.min_p <= 1, "in [0, 1]", self.min_p),
+            "max_new_tokens": (self.max_new_tokens >= 0, ">= 0", self.max_new_tokens),
+            "logprobs": (self.logprobs is None or self.logprobs >= 0, ">= 0", self.logprobs),
+        }
+        for name, (ok, rule, got) in rules.items():
+            if not ok:
+                raise ValueError(f"{name} must be {rule}, got {got}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. `force_ids` are taken instead of the first sampled tokens."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    force_ids: Sequence[int] = ()
+    prompt_logits: bool = False
+    image: Sequence[bool] | None = None  # the prompt rows inside image spans
+    image_rows: Tensor | None = None  # bf16 [n, D]: one embedding for each of those rows
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token of one request. The last step of a request has a finish reason.
+
+    `token` is None on the single step of a request that asks for no tokens, and where the
+    request ends in an error.
+    """
+
+    request: int
+    token: int | None
+    logits: Tensor  # fp32 [V]: what the token was drawn from, on the model's device
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None  # "stop", "length" or "error: …"
+    prompt_logits: Tensor | None = None  # fp32 [prompt, V], on a request's first step
+
+
+@dataclass
+class _Sequence:
+    index: int
+    request: Request
+    slot: int
+    done: int = 0  # tokens already in the cache
+    generated: list[int] = field(default_factory=list)
+    prompt_logits: list[Tensor] = field(default_factory=list)
+
+    def pending(self, chunk: int) -> list[int]:
+        """The tokens of the next forward pass."""
+        prompt = self.request.prompt_ids
+        if self.done < len(prompt):
+            return list(prompt[self.done : self.done + chunk])
+        return self.generated[-1:]
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.done < len(self.request.prompt_ids)
+
+
+class Engine:
+    """Runs requests over one model and one cache."""
+
+    def __init__(self, model: Model, size: CacheSize, trace: Trace = no_trace) -> None:
+        self.model, self.size, self.trace = model, size, trace
+        self.cache = Cache(model.config, size, model.device)
+
+    def check(self, request: Request) -> None:
+        """ValueError for a request that this engine cannot run."""
+        prompt, vocab = request.prompt_ids, self.model.config.vocab_size
+        if not len(prompt):
+            raise ValueError("prompt must have at least one token, got none")
+        bad = [i for i in (*prompt, *request.force_ids) if not 0 <= i < vocab]
+        if bad:
+            raise ValueError(f"token ids must be in [0, {vocab}), got {bad[0]}")
+        if len(prompt) > self.size.length:
+            raise ValueError(
+                f"prompt must fit the context of {self.size.length} tokens, got {len(prompt)}"
+            )
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Step]:
+        """Yield every request's tokens as they come; all requests are checked first."""
+        for request in requests:
+            self.check(request)
+        waiting = deque(enumerate(requests))
+        free = list(range(self.size.sequences))
+        active: list[_Sequence] = []
+        while waiting or active:
+            while waiting and free:
+                index, request = waiting.popleft()
+                active.append(_Sequence(index, request, free.pop(0)))
+            for step in self._step(active):
+                yield step
+                if step.finish_reason is not None:
+                    ended = next(s for s in active if s.index == step.request)
+                    active.remove(ended)
+                    free.append(ended.slot)
+
+    # ------------------------------------------------------------ one forward pass
+    @torch.inference_mode()
+    def _step(self, active: list[_Sequence]) -> list[Step]:
+        chunks = [(s, s.pending(self.size.chunk)) for s in active]
+        batch = self._batch(chunks)
+        hidden = self.model.backbone(batch, self.cache)
+        if self.model.dspark is not None and hidden.taps is not None:
+            self.model.dspark.seed(hidden.taps, batch.positions, batch.seq, self.cache)
+        ready, rows, end = [], [], 0
+        for sequence, tokens in chunks:
+            start, end = end, end + len(tokens)
+            if sequence.request.prompt_logits and sequence.in_prefill:
+                sequence.prompt_logits.append(self.model.backbone.logits(hidden.x[start:end]))
+            sequence.done += len(tokens)
+            if not sequence.in_prefill:
+                ready.append(sequence)
+                rows.append(end - 1)
+        if not ready:
+            return []
+        picked = torch.tensor(rows, device=hidden.x.device)
+        return self._pick(ready, self.model.backbone.logits(hidden.x[picked]))
+
+    def _batch(self, chunks: list[tuple[_Sequence, list[int]]]) -> Batch:
+        batch = Batch.of(
+            [(s.slot, s.done, tokens) for s, tokens in chunks], self.model.device, self.trace
+        )
+        if all(s.request.image is None for s, _ in chunks):
+            return batch
+        return self._with_images(batch, chunks)
+
+    def _with_images(self, batch: Batch, chunks: list[tuple[_Sequence, list[int]]]) -> Batch:
+        """Mark image rows and place their embeddings; a span may straddle chunks."""
+        marks: list[bool] = []
+        parts: list[Tensor] = []
+        for s, tokens in chunks:
+            image = list(s.request.image or ()) if s.in_prefill else []
+            mine = image[s.done : s.done + len(tokens)] or [False] * len(tokens)
+            if s.request.image_rows is not None:
+                before = sum(image[: s.done])
+                parts.append(s.request.image_rows[before : before + sum(mine)])
+            marks.extend(mine)
+        where = [i for i, m in enumerate(marks) if m]
+        device = self.model.device
+        rows = ImageRows(torch.cat(parts).to(device), torch.tensor(where, device=device))
+        mask = torch.tensor(marks, device=device)
+        return Batch(
+            batch.ids, batch.positions, batch.seq, batch.max_position, mask, rows, batch.trace
+        )
+
+    # ------------------------------------------------------------ choosing tokens
+    def _pick(self, ready: list[_Sequence], logits: Tensor) -> list[Step]:
+        tokens, status = self._sample(ready, logits)
+        forced = [
+            s.request.force_ids[len(s.generated)]
+            if len(s.generated) < len(s.request.force_ids)
+            else t
+            for s, t in zip(ready, tokens, strict=True)
+        ]
+        scores = self._logprobs(ready, logits, forced)
+        return [
+            self._advance(s, logits[i], forced[i], status[i], scores[i])
+            for i, s in enumerate(ready)
+        ]
+
+    def _sample(self, ready: list[_Sequence], logits: Tensor) -> tuple[list[int], list[int]]:
+        """Host lists of tokens and status words: the one device sync of a step."""
+        params = [s.request.params for s in ready]
+        device = logits.device
+        floats = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in params])
+        floats = floats.to(device, torch.float32)
+        wrapped = [(p.seed + 2**63) % 2**64 - 2**63 for p in params]  # u64 bits as int64
+        whole = torch.tensor([wrapped, [s.done for s in ready], [p.top_k for p in params]])
+        whole = whole.to(device)
+        tokens, status = ops.sample(
+            logits,
+            floats[:, 0].contiguous(),
+            whole[2].int(),
+            floats[:, 1].contiguous(),
+            floats[:, 2].contiguous(),
+            whole[0],
+            whole[1],
+        )
+        both: list[list[int]] = torch.stack([tokens, status.long()]).tolist()
+        return both[0], both[1]
+
+    def _logprobs(
+        self, ready: list[_Sequence], logits: Tensor, tokens: list[int]
+    ) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
+        wanted = [s.request.params.logprobs for s in ready]
+        if all(n is None for n in wanted):
+            return [(None, ())] * len(ready)
+        top = max(n or 0 for n in wanted)
+        chosen = torch.tensor(tokens, device=logits.device)
+        own, values, ids = ops.token_logprobs(logits, chosen, top, None)
+        rows = zip(own.tolist(), values.tolist(), ids.tolist(), wanted, strict=True)
+        return [
+            (None, ()) if n is None else (o, tuple(zip(i[:n], v[:n], strict=True)))
+            for o, v, i, n in rows
+        ]
+
+    def _advance(
+        self,
+        s: _Sequence,
+        logits: Tensor,
+        token: int,
+        status: int,
+        score: tuple[float | None, tuple[tuple[int, float], ...]],
+    ) -> Step:
+        """Append the token to its sequence and say whether that ends it."""
+        params = s.request.params
+        prompt_logits = torch.cat(s.prompt_logits) if s.prompt_logits else None
+        s.prompt_logits = []
+        if params.max_new_tokens == 0:
+            return Step(s.index, None, logits, None, (), "length", prompt_logits)
+        if status != 0 and len(s.generated) >= len(s.request.force_ids):
+            reason = f"error: logits are {ops.status_text(status)}"
+            return Step(s.index, None, logits, None, (), reason, prompt_logits)
+        s.generated.append(token)
+        reason = None
+        if token in params.stop_ids and len(s.generated) > len(s.request.force_ids):
+            reason = "stop"
+        elif len(s.generated) >= params.max_new_tokens or s.done >= self.size.length:
+            reason = "length"
+        return Step(s.index, token, logits, *score, reason, prompt_logits)
