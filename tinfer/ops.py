@@ -11,8 +11,8 @@ from tinfer.compat.casts import per_token_cast as _per_token_cast
 from tinfer.compat.compressor import compress_pool as _compress_pool
 from tinfer.compat.engram import engram_gate as _engram_gate
 from tinfer.compat.engram import engram_gather as _engram_gather
-from tinfer.compat.engram import engram_lookback as _engram_lookback
-from tinfer.compat.engram import ngram_hash as _ngram_hash
+from tinfer.compat.engram_hash import engram_lookback as _engram_lookback
+from tinfer.compat.engram_hash import ngram_hash as _ngram_hash
 from tinfer.compat.gemm import linear_bf16 as _linear_bf16
 from tinfer.compat.gemm import linear_fp4 as _linear_fp4
 from tinfer.compat.gemm import linear_fp8 as _linear_fp8
