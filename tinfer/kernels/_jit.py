@@ -59,7 +59,7 @@ def bf16_mul(a, b):
 
 # ---------------------------------------------------------------- dot and reductions
 @triton.jit
-def _dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
+def _dot(a, b, acc, PRECISION: tl.constexpr = tl.constexpr("ieee")):  # noqa: B008
     """acc + a @ b in fp32. 16-bit operands use tensor cores with fp32 accumulation.
 
     fp32 operands are multiplied as PRECISION says: "ieee" (default), "tf32x3" or "tf32".
