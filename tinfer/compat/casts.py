@@ -13,9 +13,9 @@ derived from its largest magnitude `a`, never below a floor that keeps all-zero 
 
 ceil(log2) works on the exponent bits, so an exact power of two is not bumped. Values are
 `encode(x / scale)` with the scale as stored, by true division, to nearest with ties to even codes,
-saturating; zero keeps its sign. A NaN in a group makes the group NaN: the scale and, in e4m3, all
-its codes (e2m1 has no NaN: its codes become +6). So does an infinity where the scale is a power
-of two. Packed scales follow the last dimension; missing bytes of the last word are zero.
+saturating; zero keeps its sign. A NaN or infinity in a group makes the whole group NaN: its
+scale and, in e4m3, all its codes (e2m1 has no NaN: its codes become +6). 
+Packed scales follow the last dimension; missing bytes of the last word are zero.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def amax_floor(fmt: str, scale_fmt: str) -> float:
 def _scale(amax: Tensor, fmt: str, scale_fmt: str) -> tuple[Tensor, Tensor]:
     """Scales as stored (unpacked) and their values in fp32, from fp32 amax."""
     top = E4M3_MAX if fmt == "e4m3" else E2M1_MAX
-    amax = amax.clamp(min=amax_floor(fmt, scale_fmt))
+    amax = amax.clamp(min=amax_floor(fmt, scale_fmt)).masked_fill(amax.isinf(), float("nan"))
     if scale_fmt == "e4m3":
         code = encode_e4m3(amax / top)
         return code, decode_e4m3(code)

@@ -106,8 +106,24 @@ def e4m3_encode(x, NATIVE: tl.constexpr = False):
 
 
 @triton.jit
-def e4m3_decode(code):
+def e4m3_round(x, NATIVE: tl.constexpr = False):
+    """fp32 -> the fp32 value of its e4m3 code; NaN stays NaN."""
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.float32)
+    bits = x.to(tl.uint32, bitcast=True)
+    top = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
+    normal = ((top + 0x7FFFF + ((top >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+    tiny = (top.to(tl.float32, bitcast=True) + 16384.0) - 16384.0
+    value = tl.where(top < 0x3C800000, tiny, normal).to(tl.uint32, bitcast=True)
+    value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, x, value)
+
+
+@triton.jit
+def e4m3_decode(code, NATIVE: tl.constexpr = False):
     """uint8 e4m3fn -> fp32, exact; 0x7F and 0xFF give NaN."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     c = code.to(tl.uint32)
     # The code's fields, moved to fp32's, give value * 2^-120; subnormal codes too.
     bits = ((c & 0x80) << 24) | ((c & 0x7F) << 20)
@@ -142,6 +158,19 @@ def e2m1_encode(x):
     tiny = (top.to(tl.float32, bitcast=True) + 4194304.0).to(tl.uint32, bitcast=True) & 0x3
     code = tl.where(top < 0x3F800000, tiny, normal) | ((bits >> 28) & 0x8)
     return tl.where(magnitude > 0x7F800000, 7, code).to(tl.uint8)
+
+
+@triton.jit
+def e2m1_round(x):
+    """fp32 -> the fp32 value of its e2m1 code; NaN gives 6."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    top = tl.minimum(magnitude, 0x40C00000)  # 6.0
+    normal = ((top + 0x1FFFFF + ((top >> 22) & 1)) & 0xFFC00000).to(tl.float32, bitcast=True)
+    tiny = (top.to(tl.float32, bitcast=True) + 4194304.0) - 4194304.0
+    value = tl.where(top < 0x3F800000, tiny, normal).to(tl.uint32, bitcast=True)
+    value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(magnitude > 0x7F800000, 6.0, value)
 
 
 @triton.jit
