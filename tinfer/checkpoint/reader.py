@@ -20,7 +20,7 @@ from tinfer.checkpoint.shard import CheckpointError, Shard, TensorSpec
 from tinfer.config import ModelConfig
 from tinfer.formats import GROUP
 
-_VISION = ("vision.", "aligner.", "image_")
+VISION = ("vision.", "aligner.", "image_")
 _NAN_SCALE = 255
 
 
@@ -135,7 +135,7 @@ def open_checkpoint(
     files = find_files(directory)
     pieces, stored = locate(files, expected)
     if not vision:
-        expected = {n: s for n, s in expected.items() if not n.startswith(_VISION)}
+        expected = {n: s for n, s in expected.items() if not n.startswith(VISION)}
     skipped = _skip(stored, expected, vision)
     _check_names(files, stored, expected, pieces)
     kept = {name: pieces[name] for name in stored if name in expected}
@@ -159,7 +159,7 @@ def _skip_rule(name: str, vision: bool) -> str | None:
     """Why a tensor that the model does not take may still be there; None if it may not."""
     if re.fullmatch(r"mtp\.\d+\.(embed|head)\.weight", name):
         return "draft stages share the backbone's embedding and head"
-    if not vision and (name.startswith(_VISION) or name.endswith(".gate.bias_vl")):
+    if not vision and (name.startswith(VISION) or name.endswith(".gate.bias_vl")):
         return "text mode: no vision tower"
     return None
 
