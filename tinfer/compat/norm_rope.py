@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tinfer.compat.casts import per_token_cast
 from tinfer.compat.checks import require, require_dtype, require_shape
 from tinfer.formats import GROUP
 
@@ -23,11 +24,13 @@ def check_rms_norm(x: Tensor, weight: Tensor | None, eps: float, op: str = "rms_
         require_shape(op, "weight", weight, (x.shape[-1],))
 
 
-def check_rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float) -> None:
-    """Raise unless the arguments fit `rms_norm_cast`."""
-    check_rms_norm(x, weight, eps, "rms_norm_cast")
+def check_rms_norm_cast(
+    x: Tensor, weight: Tensor | None, eps: float, op: str = "rms_norm_cast"
+) -> None:
+    """Raise unless the arguments fit `rms_norm_cast` and `rms_norm_codes`."""
+    check_rms_norm(x, weight, eps, op)
     rule = f"[..., H] with H a multiple of {GROUP}"
-    require(x.shape[-1] % GROUP == 0, "rms_norm_cast", "x", rule, list(x.shape))
+    require(x.shape[-1] % GROUP == 0, op, "x", rule, list(x.shape))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -71,11 +74,27 @@ def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor,
         `per_token_cast(y, "e4m3", 32, "ue8m0")` bit for bit.
     """
     check_rms_norm_cast(x, weight, eps)
-    from tinfer.compat.casts import per_token_cast
-
     y = rms_norm(x, weight, eps)
     q, s = per_token_cast(y, "e4m3", GROUP, "ue8m0")
     return y, q, s
+
+
+def rms_norm_codes(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm_cast` without its bf16 result, where nothing else reads it.
+
+    Args:
+        x, weight, eps: as for `rms_norm_cast`.
+
+    Returns:
+        q uint8 e4m3 codes [..., H]; s uint8 ue8m0 codes [..., H/32].
+
+    Raises:
+        TypeError, ValueError: as `rms_norm_cast`.
+
+    Numerics: as `rms_norm_cast`; the norm is rounded to bf16 before the cast.
+    """
+    check_rms_norm_cast(x, weight, eps, "rms_norm_codes")
+    return per_token_cast(rms_norm(x, weight, eps), "e4m3", GROUP, "ue8m0")
 
 
 def check_apply_rotary_(x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tinfer.compat.casts import per_token_cast
 from tinfer.compat.checks import require, require_dtype, require_shape
 from tinfer.formats import GROUP
 
@@ -124,7 +125,5 @@ def swiglu_cast(
     Numerics: the product is rounded to bf16 and then cast, as in the release.
     """
     check_swiglu_cast(gate_up, limit, weights, row_ends, alignment)
-    from tinfer.compat.casts import per_token_cast
-
     product = swiglu(gate_up, limit, weights, row_ends, alignment)
     return per_token_cast(product, "e4m3", GROUP, "ue8m0")

@@ -72,3 +72,38 @@ def assert_equal_tree(actual: Any, expected: Any, name: str = "output") -> None:
             assert_equal_tree(a, e, f"{name}[{i}]")
     else:
         assert actual == expected, f"{name}: {actual!r}, want {expected!r}"
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """bf16 -> integers in the order of the values, neighbours one apart, both zeros 0."""
+    bits = x.contiguous().view(torch.int16).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def assert_ulps(
+    actual: Tensor, expected: Tensor, share: float, ulps: int = 1, name: str = "output"
+) -> None:
+    """bf16 values at most `ulps` steps apart, NaN alike, at most about `share` of them unequal.
+
+    An fp32 result off by a relative d rounds to another bf16 where a rounding boundary lies
+    between, which happens to at most d / 2^-9 of the values. Small samples get the slack of four
+    standard deviations of the count, and one.
+    """
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, want {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, want {expected.dtype}"
+    nan = expected.isnan()
+    assert torch.equal(actual.isnan(), nan), f"{name}: NaN elsewhere"
+    apart = (_ordered(actual) - _ordered(expected)).abs().masked_fill(nan, 0)
+    most = int(apart.max()) if apart.numel() else 0
+    assert most <= ulps, f"{name}: {most} bf16 steps apart (<= {ulps})"
+    mean = share * apart.numel()
+    count, allowed = int((apart > 0).sum()), mean + 4 * mean**0.5 + 1
+    assert count <= allowed, f"{name}: {count} of {apart.numel()} differ (<= {allowed:.0f})"
+
+
+def assert_same_values(actual: Tensor, expected: Tensor, name: str = "output") -> None:
+    """`assert_exact`, but any NaN equals any other."""
+    if actual.is_floating_point() and actual.shape == expected.shape:
+        nan = actual.isnan() & expected.isnan()
+        actual, expected = actual.masked_fill(nan, 0), expected.masked_fill(nan, 0)
+    assert_exact(actual, expected, name)

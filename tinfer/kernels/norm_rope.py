@@ -1,0 +1,247 @@
+"""RMSNorm, RMSNorm with the fp8 cast, and rotary embedding.
+
+    y = weight * (x * rsqrt(sum(x^2) / H + eps))
+
+One program takes one row. The row is held in registers as a power of two of columns plus a
+rest, so that the model's widths (5120 = 4096 + 1024, 1280 = 1024 + 256) waste no lanes. All is
+fp32 until the one rounding to bf16; the cast sees the rounded values, 32 columns to a scale.
+
+The rotary kernel reads pairs of adjacent channels and is compiled without fused multiply-add, so
+it equals the reference bit for bit.
+
+Source: written for this project; the contract is `tinfer.compat.norm_rope`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat.norm_rope import check_apply_rotary_, check_rms_norm, check_rms_norm_cast
+from tinfer.formats import GROUP
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason
+from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels._quant import cast_groups
+from tinfer.kernels._target import target
+
+MAX_WIDTH = 16384  # columns of a row that one program still holds in registers
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def _load_part(x, columns, width):
+    return to_fp32(tl.load(x + columns, mask=columns < width, other=0.0))
+
+
+@triton.jit
+def _normed(value, rstd, weight, columns, width, HAS_WEIGHT: tl.constexpr):
+    value = value * rstd
+    if HAS_WEIGHT:
+        value = _load_part(weight, columns, width) * value
+    return value
+
+
+@triton.jit
+def _store_part(
+    value, y, q, s, start, width,
+    WIDTH: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_Q: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Store fp32 [WIDTH] as bf16 columns from `start` on, and as codes and scales."""
+    if WRITE_Y:
+        columns = start + tl.arange(0, WIDTH)
+        tl.store(y + columns, to_bf16(value), mask=columns < width)
+    if WRITE_Q:
+        groups: tl.constexpr = WIDTH // _GROUP
+        rounded = tl.reshape(round_bf16(value), [groups, _GROUP])
+        codes, scales = cast_groups(rounded, "e4m3", "ue8m0", NATIVE)
+        group = start // _GROUP + tl.arange(0, groups)
+        at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        tl.store(q + at, codes, mask=at < width)
+        tl.store(s + group, scales, mask=group < width // _GROUP)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x, weight, y, q, s, rows, width, stride, eps,
+    HAS_WEIGHT: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_Q: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        start = x + row * stride
+        main = tl.arange(0, MAIN)
+        value = _load_part(start, main, width)
+        total = tl.sum(value * value, axis=0)
+        if REST:
+            rest = MAIN + tl.arange(0, REST)
+            tail = _load_part(start, rest, width)
+            total += tl.sum(tail * tail, axis=0)
+        rstd = tl.rsqrt(total / width + eps)
+        y_row, q_row, s_row = y + row * width, q + row * width, s + row * (width // _GROUP)
+        out = _normed(value, rstd, weight, main, width, HAS_WEIGHT)
+        _store_part(out, y_row, q_row, s_row, 0, width, MAIN, WRITE_Y, WRITE_Q, NATIVE)
+        if REST:
+            out = _normed(tail, rstd, weight, rest, width, HAS_WEIGHT)
+            _store_part(out, y_row, q_row, s_row, MAIN, width, REST, WRITE_Y, WRITE_Q, NATIVE)
+
+
+def split_width(width: int, least: int = 1) -> tuple[int, int]:
+    """Two powers of two (main, rest) that cover `width` columns; rest is 0 or at least `least`."""
+    main = max(1 << (width.bit_length() - 1), least)
+    if main >= width:
+        return main, 0
+    return main, max(triton.next_power_of_2(width - main), least)
+
+
+def _norm_warps(width: int) -> int:
+    """Warps per row: about 16 to 40 columns a thread (H200, 5120 columns: 8 warps)."""
+    return 1 if width <= 512 else 2 if width <= 1024 else 4 if width <= 2048 else 8
+
+
+def _norm_reason(x: Tensor, weight: Tensor | None) -> str | None:
+    if x.shape[-1] > MAX_WIDTH:
+        return f"rows of more than {MAX_WIDTH} columns"
+    return device_reason(x=x, weight=weight)
+
+
+def _launch_norm(
+    x: Tensor, weight: Tensor | None, eps: float, y: Tensor | None, q: Tensor | None
+) -> Tensor | None:
+    """Norm the rows of x into y and, if q is given, into codes q and the scales returned."""
+    width = x.shape[-1]
+    x = x.reshape(-1, width)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    s = None
+    if q is not None:
+        s = torch.empty(*q.shape[:-1], width // GROUP, dtype=torch.uint8, device=x.device)
+    if not x.shape[0]:
+        return s
+    main, rest = split_width(width, GROUP)
+    _rms_norm_kernel[(min(x.shape[0], MAX_PROGRAMS),)](
+        x,
+        x if weight is None else weight.contiguous(),
+        x if y is None else y,
+        x if q is None else q,
+        x if s is None else s,
+        x.shape[0],
+        width,
+        x.stride(0),
+        eps,
+        HAS_WEIGHT=weight is not None,
+        WRITE_Y=y is not None,
+        WRITE_Q=q is not None,
+        MAIN=main,
+        REST=rest,
+        NATIVE=target(x.device).native_e4m3,
+        num_warps=_norm_warps(width),
+    )
+    return s
+
+
+def supports_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
+    """Rows of up to 16384 columns, on one device."""
+    return _norm_reason(x, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    check_rms_norm(x, weight, eps)
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    _launch_norm(x, weight, eps, y, None)
+    return y
+
+
+def supports_rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
+    """Rows of up to 16384 columns, on one device."""
+    return _norm_reason(x, weight)
+
+
+def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    check_rms_norm_cast(x, weight, eps)
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    s = _launch_norm(x, weight, eps, y, q)
+    assert s is not None
+    return y, q, s
+
+
+def supports_rms_norm_codes(x: Tensor, weight: Tensor | None, eps: float) -> str | None:
+    """Rows of up to 16384 columns, on one device."""
+    return _norm_reason(x, weight)
+
+
+def rms_norm_codes(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    check_rms_norm_cast(x, weight, eps, "rms_norm_codes")
+    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    s = _launch_norm(x, weight, eps, None, q)
+    assert s is not None
+    return q, s
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _apply_rotary_kernel(
+    x, cos_sin, positions, rows, heads, stride_t, stride_h,
+    INVERSE: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """x points at the first rotated channel; one row is one head of one token."""
+    pair = tl.arange(0, BLOCK_HALF)[None, :]  # [1, P]
+    channel = tl.arange(0, 2 * BLOCK_HALF)[None, :]  # [1, 2P]
+    tiles = tl.cdiv(rows, BLOCK)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile * BLOCK + tl.arange(0, BLOCK))[:, None]  # [B, 1]
+        token = (row // heads).to(tl.int64)
+        live = row < rows
+        position = tl.load(positions + token, mask=live, other=0)
+        angle = cos_sin + position * (2 * HALF) + pair
+        known = live & (pair < HALF)
+        cos = tl.load(angle, mask=known, other=0.0)
+        sin = tl.load(angle + HALF, mask=known, other=0.0)
+        if INVERSE:
+            sin = -sin
+        at = x + token * stride_t + (row % heads).to(tl.int64) * stride_h + channel
+        inside = live & (channel < 2 * HALF)
+        value = to_fp32(tl.load(at, mask=inside, other=0.0))
+        a, b = tl.split(tl.reshape(value, [BLOCK, BLOCK_HALF, 2]))
+        turned = tl.interleave(a * cos - b * sin, a * sin + b * cos)
+        tl.store(at, to_bf16(turned), mask=inside)
+
+
+def _rotary_tiles(rows: int, half: int) -> tuple[int, int]:
+    """(rows per program, warps): 4096 elements a program, fewer where rows are few."""
+    block = max(1, min(4096 // (2 * half), triton.next_power_of_2(triton.cdiv(rows, 264))))
+    return block, max(1, min(4, block * half // 256))
+
+
+def supports_apply_rotary_(
+    x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool = False
+) -> str | None:
+    """Contiguous channels and table, on one device."""
+    if x.stride(2) != 1 or not cos_sin.is_contiguous():
+        return "channels of x or cos_sin are not contiguous"
+    return device_reason(x=x, cos_sin=cos_sin, positions=positions)
+
+
+def apply_rotary_(x: Tensor, cos_sin: Tensor, positions: Tensor, inverse: bool = False) -> None:
+    check_apply_rotary_(x, cos_sin, positions, inverse)
+    tokens, heads, width = x.shape
+    rope = cos_sin.shape[1]
+    if not tokens * heads * rope:
+        return
+    half = triton.next_power_of_2(rope // 2)
+    block, warps = _rotary_tiles(tokens * heads, half)
+    _apply_rotary_kernel[(min(triton.cdiv(tokens * heads, block), MAX_PROGRAMS),)](
+        x[..., width - rope :],
+        cos_sin,
+        positions.contiguous(),
+        tokens * heads,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        INVERSE=inverse,
+        HALF=rope // 2,
+        BLOCK=block,
+        BLOCK_HALF=half,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
