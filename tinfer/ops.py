@@ -33,6 +33,10 @@ from tinfer.compat.indices import range_slots as _range_slots
 from tinfer.compat.kv_cache import load_kv as _load_kv
 from tinfer.compat.kv_cache import store_kv as _store_kv
 from tinfer.compat.kv_cache import store_kv_rope as _store_kv_rope
+from tinfer.compat.logprobs import map_lookup as _map_lookup
+from tinfer.compat.logprobs import sum_smaller_probs as _sum_smaller_probs
+from tinfer.compat.logprobs import token_logprobs as _token_logprobs
+from tinfer.compat.masses import status_text
 from tinfer.compat.moe_experts import moe_experts as _moe_experts
 from tinfer.compat.moe_gate import moe_gate as _moe_gate
 from tinfer.compat.moe_permute import expert_combine as _expert_combine
@@ -41,6 +45,9 @@ from tinfer.compat.norm_rope import apply_rotary_ as _apply_rotary_
 from tinfer.compat.norm_rope import rms_norm as _rms_norm
 from tinfer.compat.norm_rope import rms_norm_cast as _rms_norm_cast
 from tinfer.compat.norm_rope import rms_norm_codes as _rms_norm_codes
+from tinfer.compat.philox import philox_words as _philox_words
+from tinfer.compat.sampling import sample as _sample
+from tinfer.compat.sampling import token_masses as _token_masses
 from tinfer.compat.sparse_mla import sparse_mla as _sparse_mla
 from tinfer.compat.swiglu import swiglu as _swiglu
 from tinfer.compat.swiglu import swiglu_cast as _swiglu_cast
@@ -55,7 +62,7 @@ from tinfer.compat.weight_casts import requantize_fp8 as _requantize_fp8
 from tinfer.compat.weight_casts import transpose_weight_scales as _transpose_weight_scales
 from tinfer.registry import Op
 
-__all__ = ["Op"]
+__all__ = ["Op", "status_text"]
 cast_back = Op(_cast_back, kernel=False)
 fake_quant_ = Op(_fake_quant_, kernel=False)
 per_block_cast = Op(_per_block_cast, kernel=False)
@@ -69,8 +76,8 @@ apply_rotary_ = Op(_apply_rotary_)
 rms_norm = Op(_rms_norm)
 rms_norm_cast = Op(_rms_norm_cast)
 rms_norm_codes = Op(_rms_norm_codes)
-swiglu = Op(_swiglu, kernel=False)
-swiglu_cast = Op(_swiglu_cast, kernel=False)
+swiglu = Op(_swiglu)
+swiglu_cast = Op(_swiglu_cast)
 hc_boundary = Op(_hc_boundary, kernel=False)
 hc_collapse = Op(_hc_collapse, kernel=False)
 hc_collapse_norm = Op(_hc_collapse_norm, kernel=False)
@@ -105,3 +112,9 @@ topk_indices = Op(_topk_indices, kernel=False)
 candidate_blocks = Op(_candidate_blocks, kernel=False)
 candidate_lengths = Op(_candidate_lengths, kernel=False)
 restore_candidates = Op(_restore_candidates, kernel=False)
+philox_words = Op(_philox_words, kernel=False)
+sample = Op(_sample, kernel=False)
+token_masses = Op(_token_masses, kernel=False)
+token_logprobs = Op(_token_logprobs, kernel=False)
+sum_smaller_probs = Op(_sum_smaller_probs, kernel=False)
+map_lookup = Op(_map_lookup, kernel=False)

@@ -1,0 +1,267 @@
+"""Grouping of routed rows by expert without atomics, and the outputs' sum in slot order.
+
+Permutation, two launches: the first counts every expert's rows in each block of routed rows and
+fills the outputs with -1; in the second each block adds up the counts, which gives every expert's
+start and the rows before the block, ranks its own rows by comparison with each other, and
+scatters. Few rows fit one block, which does both. Integers, so the order is always the same.
+
+Combination: fp32 sum over the slots in ascending order, the shared expert last, one rounding.
+
+Source: kernels E6 and E8 of the contracts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat.moe_permute import check_expert_combine, check_expert_permute, permuted_rows
+from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason, stride_reason
+from tinfer.kernels._jit import to_bf16, to_fp32
+
+FILL_BLOCK = 4096
+COUNT_TILE = 16  # blocks whose counts are added at a time
+MAX_EXPERTS = 4095
+MAX_FILL = 8192  # rows that one program fills beside its other work
+
+
+# ---------------------------------------------------------------- permutation
+@triton.jit
+def _fill(pos_to_token, pos_to_slot, first, P, BLOCK: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    nothing = tl.full([BLOCK], -1, tl.int32)
+    tl.store(pos_to_token + at, nothing, mask=at < P)
+    tl.store(pos_to_slot + at, nothing, mask=at < P)
+
+
+@triton.jit
+def _expert_of(ids, item, N, E):
+    """Expert of each routed row, E where there is none."""
+    expert = tl.load(ids + item, mask=item < N, other=-1)
+    return tl.where((expert >= 0) & (expert < E), expert, E)
+
+
+@triton.jit(do_not_specialize=["N", "P"])
+def _permute_count_kernel(
+    ids,  # int32 [N]
+    counts,  # int32 [BLOCKS, BINS]
+    pos_to_token,  # int32 [P]
+    pos_to_slot,  # int32 [P]
+    N,
+    P,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    step = tl.num_programs(0)
+    for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), step):
+        expert = _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), N, E)
+        tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
+    for block in range(tl.program_id(0), tl.cdiv(P, FILL), step):
+        _fill(pos_to_token, pos_to_slot, block * FILL, P, FILL)
+
+
+@triton.jit(do_not_specialize=["N", "P", "blocks", "alignment"])
+def _permute_place_kernel(
+    ids,  # int32 [N]
+    counts,  # int32 [blocks, BINS]
+    bases,  # int32 [blocks, BINS], scratch
+    pos_to_token,  # int32 [P]
+    pos_to_slot,  # int32 [P]
+    token_to_pos,  # int32 [N]
+    expert_start,  # int32 [E]
+    expert_end,  # int32 [E]
+    N,
+    P,
+    blocks,
+    alignment,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+    FILL: tl.constexpr,
+    ALONE: tl.constexpr,  # one block does everything
+):
+    bins = tl.arange(0, BINS)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        item = block * BLOCK + tl.arange(0, BLOCK)
+        expert = _expert_of(ids, item, N, E)
+        before = tl.zeros([BINS], tl.int32)
+        if ALONE:
+            total = tl.histogram(expert, BINS)
+            for first in range(0, P, FILL):
+                _fill(pos_to_token, pos_to_slot, first, P, FILL)
+        else:
+            total = tl.zeros([BINS], tl.int32)
+            for first in range(0, blocks, TILE):
+                other = first + tl.arange(0, TILE)[:, None]
+                part = tl.load(counts + other * BINS + bins[None, :], mask=other < blocks, other=0)
+                total += tl.sum(part, axis=0)
+                before += tl.sum(tl.where(other < block, part, 0), axis=0)
+        total = tl.where(bins < E, total, 0)
+        padded = (total + alignment - 1) // alignment * alignment
+        start = tl.cumsum(padded, axis=0) - padded
+        tl.store(bases + block * BINS + bins, start + before)
+        if block == 0:
+            tl.store(expert_start + bins, start, mask=bins < E)
+            tl.store(expert_end + bins, start + total, mask=bins < E)
+        same = (
+            expert[:, None] == _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), N, E)[None, :]
+        )
+        earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
+        rank = tl.sum((same & earlier).to(tl.int32), axis=1)
+        tl.debug_barrier()  # the bases (and the filling) are read (and overwritten) by all threads
+        routed = expert < E
+        base = tl.load(bases + block * BINS + expert, mask=routed, other=0)
+        pos = tl.where(routed, base + rank, -1)
+        tl.store(token_to_pos + item, pos, mask=item < N)
+        tl.store(pos_to_token + pos, item // K, mask=routed)
+        tl.store(pos_to_slot + pos, item % K, mask=routed)
+
+
+def supports_expert_permute(ids: Tensor, num_experts: int, alignment: int) -> str | None:
+    """Contiguous ids, at most 4095 experts."""
+    if num_experts > MAX_EXPERTS:
+        return f"{num_experts} experts do not fit one program"
+    return device_reason(ids=ids) or contiguous_reason(ids=ids)
+
+
+def expert_permute(
+    ids: Tensor, num_experts: int, alignment: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    check_expert_permute(ids, num_experts, alignment)
+    (tokens, topk), routed = ids.shape, ids.numel()
+    rows = permuted_rows(tokens, topk, num_experts, alignment)
+    new = {"dtype": torch.int32, "device": ids.device}
+    pos = torch.empty(2, rows, **new)
+    token_to_pos = torch.empty(tokens, topk, **new)
+    if not routed:
+        edges = torch.zeros(2, num_experts, **new)
+        return pos[0], pos[1], token_to_pos, edges[0], edges[1]
+    edges = torch.empty(2, num_experts, **new)
+    block, warps = _permute_tiles(routed)
+    blocks, bins = triton.cdiv(routed, block), triton.next_power_of_2(num_experts + 1)
+    scratch = torch.empty(2, blocks, bins, **new)
+    alone = blocks == 1 and rows <= MAX_FILL
+    if not alone:
+        programs = min(max(blocks, triton.cdiv(rows, FILL_BLOCK)), MAX_PROGRAMS)
+        _permute_count_kernel[(programs,)](
+            ids,
+            scratch[0],
+            pos[0],
+            pos[1],
+            routed,
+            rows,
+            E=num_experts,
+            BLOCK=block,
+            BINS=bins,
+            FILL=FILL_BLOCK,
+            num_warps=warps,
+        )
+    _permute_place_kernel[(min(blocks, MAX_PROGRAMS),)](
+        ids,
+        scratch[0],
+        scratch[1],
+        pos[0],
+        pos[1],
+        token_to_pos,
+        edges[0],
+        edges[1],
+        routed,
+        rows,
+        blocks,
+        alignment,
+        K=topk,
+        E=num_experts,
+        BLOCK=block,
+        BINS=bins,
+        TILE=COUNT_TILE,
+        FILL=FILL_BLOCK,
+        ALONE=alone,
+        num_warps=warps,
+    )
+    return pos[0], pos[1], token_to_pos, edges[0], edges[1]
+
+
+def _permute_tiles(routed: int) -> tuple[int, int]:
+    """Routed rows a block, and warps: at most 128 blocks while a block's pairs are cheap."""
+    block = 32
+    while block < 1024 and block * 128 < routed:
+        block *= 2
+    return block, 4 if block <= 128 else 8
+
+
+# ---------------------------------------------------------------- combination
+@triton.jit(do_not_specialize=["items"])
+def _expert_combine_kernel(
+    x,  # bf16 or fp32 [P, D]
+    token_to_pos,  # int32 [T, K]
+    shared,  # bf16 [T, D]
+    out,  # bf16 [T, D]
+    items,  # T * chunks
+    x_stride,
+    shared_stride,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        token = tl.cast(item // CHUNKS, tl.int64)
+        column = (item % CHUNKS) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < D
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(K):
+            pos = tl.load(token_to_pos + token * K + i).to(tl.int64)
+            valid = mask & (column >= tl.where(pos >= 0, 0, D))
+            row = tl.load(x + pos * x_stride + column, mask=valid, other=0.0)
+            total += to_fp32(row)
+        if HAS_SHARED:
+            row = tl.load(shared + token * shared_stride + column, mask=mask, other=0.0)
+            total += to_fp32(row)
+        tl.store(out + token * D + column, to_bf16(total), mask=mask)
+
+
+def supports_expert_combine(x: Tensor, token_to_pos: Tensor, shared: Tensor | None) -> str | None:
+    """Rows contiguous along D."""
+    return (
+        device_reason(x=x, token_to_pos=token_to_pos, shared=shared)
+        or stride_reason(x=x, shared=shared)
+        or contiguous_reason(token_to_pos=token_to_pos)
+    )
+
+
+def expert_combine(x: Tensor, token_to_pos: Tensor, shared: Tensor | None) -> Tensor:
+    check_expert_combine(x, token_to_pos, shared)
+    (tokens, topk), dim = token_to_pos.shape, x.shape[1]
+    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=x.device)
+    if not out.numel():
+        return out
+    block, warps = _combine_tiles(dim)
+    items = tokens * triton.cdiv(dim, block)
+    _expert_combine_kernel[(min(items, MAX_PROGRAMS),)](
+        x,
+        token_to_pos,
+        out if shared is None else shared,
+        out,
+        items,
+        x.stride(0),
+        out.stride(0) if shared is None else shared.stride(0),
+        K=topk,
+        D=dim,
+        HAS_SHARED=shared is not None,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return out
+
+
+def _combine_tiles(dim: int) -> tuple[int, int]:
+    """Channels a program and its warps: 8 channels a thread."""
+    block = min(1024, triton.next_power_of_2(dim))
+    return block, max(1, block // 256)
