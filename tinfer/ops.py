@@ -63,10 +63,10 @@ from tinfer.compat.weight_casts import transpose_weight_scales as _transpose_wei
 from tinfer.registry import Op
 
 __all__ = ["Op", "status_text"]
-cast_back = Op(_cast_back, kernel=False)
-fake_quant_ = Op(_fake_quant_, kernel=False)
-per_block_cast = Op(_per_block_cast, kernel=False)
-per_token_cast = Op(_per_token_cast, kernel=False)
+cast_back = Op(_cast_back)
+fake_quant_ = Op(_fake_quant_)
+per_block_cast = Op(_per_block_cast)
+per_token_cast = Op(_per_token_cast)
 dequantize_weight = Op(_dequantize_weight, kernel=False)
 fp4_to_fp8 = Op(_fp4_to_fp8, kernel=False)
 requantize_fp4 = Op(_requantize_fp4, kernel=False)

@@ -1,0 +1,191 @@
+"""Clamped SwiGLU with routing weight, alone and with the fp8 cast.
+
+    out = silu(min(gate, limit)) * clamp(up, -limit, limit) * weight
+
+One program takes a tile of rows and columns: gate and up from the two halves of a row, the
+product in fp32, one rounding to bf16, and from the rounded values the codes and one scale per 32
+columns. With row ends, rows outside the segments are neither read nor written.
+
+Source: written for this project; the contract is `tinfer.compat.swiglu`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat.swiglu import check_swiglu, check_swiglu_cast
+from tinfer.formats import GROUP
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
+from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels._quant import cast_groups
+from tinfer.kernels._target import target
+
+_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def _in_segment(row, row_ends, segments, alignment, BLOCK_E: tl.constexpr):
+    """bool [R]: the rows that lie inside a segment, from the ends of all segments."""
+    index = tl.arange(0, BLOCK_E)
+    known = index < segments
+    ends = tl.load(row_ends + index, mask=known, other=0)
+    before = tl.load(row_ends + index - 1, mask=known & (index > 0), other=0)
+    starts = (before + alignment - 1) // alignment * alignment
+    inside = (row[:, None] >= starts[None, :]) & (row[:, None] < ends[None, :])
+    return tl.max(inside.to(tl.int32), axis=1) > 0
+
+
+@triton.jit
+def _product(gate, up, weight, limit, CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    if CLAMP:  # comparisons with NaN are false: it passes
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    if HAS_WEIGHT:
+        value = value * weight
+    return value
+
+
+@triton.jit(do_not_specialize=["rows", "segments"])
+def _swiglu_kernel(
+    gate_up, weights, row_ends, out, q, s, rows, width, stride, limit, segments, alignment,
+    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_E: tl.constexpr, CAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK_I)
+    tiles = tl.cdiv(rows, BLOCK_R) * blocks
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = tile // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+        start = tile % blocks * BLOCK_I
+        live = row < rows
+        if BLOCK_E:
+            live &= _in_segment(row, row_ends, segments, alignment, BLOCK_E)
+        column = (start + tl.arange(0, BLOCK_I))[None, :]
+        inside = live[:, None] & (column < width)
+        at = gate_up + row.to(tl.int64)[:, None] * stride + column
+        gate = to_fp32(tl.load(at, mask=inside, other=0.0))
+        up = to_fp32(tl.load(at + width, mask=inside, other=0.0))
+        weight = 1.0
+        if HAS_WEIGHT:
+            weight = tl.load(weights + row, mask=live, other=0.0)[:, None]
+        value = _product(gate, up, weight, limit, CLAMP, HAS_WEIGHT)
+        to = row.to(tl.int64)[:, None] * width + column
+        if CAST:
+            groups: tl.constexpr = BLOCK_R * BLOCK_I // _GROUP
+            rounded = tl.reshape(round_bf16(value), [groups, _GROUP])
+            codes, scales = cast_groups(rounded, "e4m3", "ue8m0", NATIVE)
+            tl.store(q + to, tl.reshape(codes, [BLOCK_R, BLOCK_I]), mask=inside)
+            group = start // _GROUP + tl.arange(0, BLOCK_I // _GROUP)[None, :]
+            to_s = row.to(tl.int64)[:, None] * (width // _GROUP) + group
+            kept = live[:, None] & (group < width // _GROUP)
+            tl.store(s + to_s, tl.reshape(scales, [BLOCK_R, BLOCK_I // _GROUP]), mask=kept)
+        else:
+            tl.store(out + to, to_bf16(value), mask=inside)
+
+
+def _swiglu_tiles(rows: int, width: int) -> tuple[int, int, int]:
+    """(rows, columns, warps) of a tile: 2048 products, one row where rows are few."""
+    block = min(256, triton.next_power_of_2(width))
+    if rows <= 256:
+        return 1, block, 1
+    return 2048 // block if block >= 64 else 32, block, 4
+
+
+def _launch(
+    gate_up: Tensor,
+    limit: float,
+    weights: Tensor | None,
+    row_ends: Tensor | None,
+    alignment: int,
+    out: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Write bf16 products to out, or codes to out and scales where scales are given."""
+    rows, width = out.shape
+    if not rows * width:
+        return
+    block_r, block_i, warps = _swiglu_tiles(rows, width)
+    tiles = triton.cdiv(rows, block_r) * triton.cdiv(width, block_i)
+    segments = 0 if row_ends is None else row_ends.shape[0]
+    _swiglu_kernel[(min(tiles, MAX_PROGRAMS),)](
+        gate_up,
+        gate_up if weights is None else weights,
+        gate_up if row_ends is None else row_ends,
+        out,
+        out,
+        out if scales is None else scales,
+        rows,
+        width,
+        gate_up.stride(0),
+        limit,
+        segments,
+        alignment,
+        CLAMP=limit > 0,
+        HAS_WEIGHT=weights is not None,
+        BLOCK_E=triton.next_power_of_2(segments) if segments else 0,
+        CAST=scales is not None,
+        BLOCK_R=block_r,
+        BLOCK_I=block_i,
+        NATIVE=target(out.device).native_e4m3,
+        num_warps=warps,
+    )
+
+
+def _reason(gate_up: Tensor, weights: Tensor | None, row_ends: Tensor | None) -> str | None:
+    return stride_reason(gate_up=gate_up, weights=weights, row_ends=row_ends) or device_reason(
+        gate_up=gate_up, weights=weights, row_ends=row_ends
+    )
+
+
+def supports_swiglu(
+    gate_up: Tensor,
+    limit: float,
+    weights: Tensor | None,
+    row_ends: Tensor | None = None,
+    alignment: int = 1,
+) -> str | None:
+    """Contiguous rows, on one device."""
+    return _reason(gate_up, weights, row_ends)
+
+
+def swiglu(
+    gate_up: Tensor,
+    limit: float,
+    weights: Tensor | None,
+    row_ends: Tensor | None = None,
+    alignment: int = 1,
+) -> Tensor:
+    check_swiglu(gate_up, limit, weights, row_ends, alignment)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    _launch(gate_up, limit, weights, row_ends, alignment, out, None)
+    return out
+
+
+def supports_swiglu_cast(
+    gate_up: Tensor,
+    limit: float,
+    weights: Tensor | None,
+    row_ends: Tensor | None = None,
+    alignment: int = 1,
+) -> str | None:
+    """Contiguous rows, on one device."""
+    return _reason(gate_up, weights, row_ends)
+
+
+def swiglu_cast(
+    gate_up: Tensor,
+    limit: float,
+    weights: Tensor | None,
+    row_ends: Tensor | None = None,
+    alignment: int = 1,
+) -> tuple[Tensor, Tensor]:
+    check_swiglu_cast(gate_up, limit, weights, row_ends, alignment)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    q = torch.empty(rows, width, dtype=torch.uint8, device=gate_up.device)
+    s = torch.empty(rows, width // GROUP, dtype=torch.uint8, device=gate_up.device)
+    _launch(gate_up, limit, weights, row_ends, alignment, q, s)
+    return q, s
