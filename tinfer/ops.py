@@ -33,6 +33,13 @@ from tinfer.compat.indices import range_slots as _range_slots
 from tinfer.compat.kv_cache import load_kv as _load_kv
 from tinfer.compat.kv_cache import store_kv as _store_kv
 from tinfer.compat.kv_cache import store_kv_rope as _store_kv_rope
+from tinfer.compat.logit_processing import add_logit_bias_ as _add_logit_bias_
+from tinfer.compat.logit_processing import apply_penalties_ as _apply_penalties_
+from tinfer.compat.logit_processing import ban_sequences_ as _ban_sequences_
+from tinfer.compat.logit_processing import ban_tokens_ as _ban_tokens_
+from tinfer.compat.logit_processing import count_tokens_ as _count_tokens_
+from tinfer.compat.logit_processing import detect_outlier_and_abort as _detect_outlier_and_abort
+from tinfer.compat.logit_processing import match_stop as _match_stop
 from tinfer.compat.logprobs import map_lookup as _map_lookup
 from tinfer.compat.logprobs import sum_smaller_probs as _sum_smaller_probs
 from tinfer.compat.logprobs import token_logprobs as _token_logprobs
@@ -48,6 +55,8 @@ from tinfer.compat.norm_rope import rms_norm_codes as _rms_norm_codes
 from tinfer.compat.philox import philox_words as _philox_words
 from tinfer.compat.sampling import sample as _sample
 from tinfer.compat.sampling import token_masses as _token_masses
+from tinfer.compat.sampling_seeds import sample_seeds_compat as _sample_seeds_compat
+from tinfer.compat.sampling_seeds import seeds_compat_draw as _seeds_compat_draw
 from tinfer.compat.sparse_mla import sparse_mla as _sparse_mla
 from tinfer.compat.swiglu import swiglu as _swiglu
 from tinfer.compat.swiglu import swiglu_cast as _swiglu_cast
@@ -55,6 +64,8 @@ from tinfer.compat.topk import candidate_blocks as _candidate_blocks
 from tinfer.compat.topk import candidate_lengths as _candidate_lengths
 from tinfer.compat.topk import restore_candidates as _restore_candidates
 from tinfer.compat.topk import topk_indices as _topk_indices
+from tinfer.compat.verify import get_accept_result as _get_accept_result
+from tinfer.compat.verify import verify_drafts as _verify_drafts
 from tinfer.compat.weight_casts import dequantize_weight as _dequantize_weight
 from tinfer.compat.weight_casts import fp4_to_fp8 as _fp4_to_fp8
 from tinfer.compat.weight_casts import requantize_fp4 as _requantize_fp4
@@ -118,3 +129,14 @@ token_masses = Op(_token_masses, kernel=False)
 token_logprobs = Op(_token_logprobs, kernel=False)
 sum_smaller_probs = Op(_sum_smaller_probs, kernel=False)
 map_lookup = Op(_map_lookup, kernel=False)
+add_logit_bias_ = Op(_add_logit_bias_, kernel=False)
+apply_penalties_ = Op(_apply_penalties_, kernel=False)
+ban_sequences_ = Op(_ban_sequences_, kernel=False)
+ban_tokens_ = Op(_ban_tokens_, kernel=False)
+count_tokens_ = Op(_count_tokens_, kernel=False)
+detect_outlier_and_abort = Op(_detect_outlier_and_abort, kernel=False)
+match_stop = Op(_match_stop, kernel=False)
+sample_seeds_compat = Op(_sample_seeds_compat, kernel=False)
+seeds_compat_draw = Op(_seeds_compat_draw, kernel=False)
+get_accept_result = Op(_get_accept_result, kernel=False)
+verify_drafts = Op(_verify_drafts, kernel=False)
