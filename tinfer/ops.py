@@ -25,6 +25,7 @@ from tinfer.compat.hyper_connection import hc_expand as _hc_expand
 from tinfer.compat.hyper_connection import hc_mean as _hc_mean
 from tinfer.compat.hyper_connection import hc_mix as _hc_mix
 from tinfer.compat.hyper_connection import hc_post as _hc_post
+from tinfer.compat.hyper_connection import hc_pre as _hc_pre
 from tinfer.compat.hyper_connection import hc_split as _hc_split
 from tinfer.compat.indexer import index_logits as _index_logits
 from tinfer.compat.indexer import index_logits_blocks as _index_logits_blocks
@@ -89,14 +90,15 @@ rms_norm_cast = Op(_rms_norm_cast)
 rms_norm_codes = Op(_rms_norm_codes)
 swiglu = Op(_swiglu)
 swiglu_cast = Op(_swiglu_cast)
-hc_boundary = Op(_hc_boundary, kernel=False)
-hc_collapse = Op(_hc_collapse, kernel=False)
-hc_collapse_norm = Op(_hc_collapse_norm, kernel=False)
-hc_expand = Op(_hc_expand, kernel=False)
-hc_mean = Op(_hc_mean, kernel=False)
-hc_mix = Op(_hc_mix, kernel=False)
-hc_post = Op(_hc_post, kernel=False)
-hc_split = Op(_hc_split, kernel=False)
+hc_boundary = Op(_hc_boundary)
+hc_collapse = Op(_hc_collapse)
+hc_collapse_norm = Op(_hc_collapse_norm)
+hc_expand = Op(_hc_expand)
+hc_mean = Op(_hc_mean)
+hc_mix = Op(_hc_mix)
+hc_post = Op(_hc_post)
+hc_pre = Op(_hc_pre)
+hc_split = Op(_hc_split)
 linear_bf16 = Op(_linear_bf16, kernel=False)
 linear_fp4 = Op(_linear_fp4, kernel=False)
 linear_fp8 = Op(_linear_fp8, kernel=False)

@@ -9,6 +9,9 @@ The interpreter computes on the bit patterns of bf16 operands and truncates fp32
 Kernels therefore never write `a * b`, `tl.dot(a, b)` or `.to(tl.bfloat16)` with bf16 values but
 use `bf16_mul`, `_dot`, `to_bf16` and `to_fp32` from here; on a device these are the plain
 operations.
+
+A `return` under a constexpr `if` does not end the function for the compiler: assign in both
+branches and return once.
 """
 
 from __future__ import annotations
@@ -25,22 +28,24 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def to_fp32(x):
     """bf16 or fp32 -> fp32, exact (subnormals too)."""
     if INTERPRET and x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+        y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
 
 
 @triton.jit
 def to_bf16(x):
     """fp32 -> bf16, round to nearest even; bf16 passes through."""
-    if x.dtype == tl.bfloat16:
-        return x
-    if INTERPRET:
+    if INTERPRET and x.dtype != tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nan = (bits & 0x7FFFFFFF) > 0x7F800000
         half = tl.where(nan, 0x7FFF, rounded).to(tl.uint16)
-        return half.to(tl.bfloat16, bitcast=True)
-    return x.to(tl.bfloat16)
+        y = half.to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(tl.bfloat16)
+    return y
 
 
 @triton.jit
@@ -53,8 +58,10 @@ def round_bf16(x):
 def bf16_mul(a, b):
     """bf16 * bf16 -> bf16, one rounding (a packed multiply on a device)."""
     if INTERPRET:
-        return to_bf16(to_fp32(a) * to_fp32(b))
-    return a * b
+        y = to_bf16(to_fp32(a) * to_fp32(b))
+    else:
+        y = a * b
+    return y
 
 
 # ---------------------------------------------------------------- dot and reductions
@@ -65,8 +72,10 @@ def _dot(a, b, acc, PRECISION: tl.constexpr = tl.constexpr("ieee")):  # noqa: B0
     fp32 operands are multiplied as PRECISION says: "ieee" (default), "tf32x3" or "tf32".
     """
     if INTERPRET:
-        return tl.dot(to_fp32(a), to_fp32(b), acc, input_precision="ieee")
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(to_fp32(a), to_fp32(b), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -94,42 +103,48 @@ def row_sum_sq(x, AXIS: tl.constexpr):
 def e4m3_encode(x, NATIVE: tl.constexpr = False):
     """fp32 -> uint8 e4m3fn: nearest, ties to even, saturating at 448, -0 kept, NaN -> 0x7F."""
     if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    top = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    normal = ((top + 0x7FFFF + ((top >> 20) & 1)) >> 20) - 960  # rebias 127 -> 7
-    # Below 2^-6 the step is 2^-9, which is the last bit of 2^14.
-    tiny = (top.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
-    code = tl.where(top < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+        y = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        top = tl.minimum(magnitude, 0x43E00000)  # 448.0
+        normal = ((top + 0x7FFFF + ((top >> 20) & 1)) >> 20) - 960  # rebias 127 -> 7
+        # Below 2^-6 the step is 2^-9, which is the last bit of 2^14.
+        tiny = (top.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+        code = tl.where(top < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)
+        y = tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+    return y
 
 
 @triton.jit
 def e4m3_round(x, NATIVE: tl.constexpr = False):
     """fp32 -> the fp32 value of its e4m3 code; NaN stays NaN."""
     if NATIVE:
-        return x.to(tl.float8e4nv).to(tl.float32)
-    bits = x.to(tl.uint32, bitcast=True)
-    top = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
-    normal = ((top + 0x7FFFF + ((top >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-    tiny = (top.to(tl.float32, bitcast=True) + 16384.0) - 16384.0
-    value = tl.where(top < 0x3C800000, tiny, normal).to(tl.uint32, bitcast=True)
-    value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, x, value)
+        y = x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        top = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
+        normal = ((top + 0x7FFFF + ((top >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
+        tiny = (top.to(tl.float32, bitcast=True) + 16384.0) - 16384.0
+        value = tl.where(top < 0x3C800000, tiny, normal).to(tl.uint32, bitcast=True)
+        value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+        y = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, x, value)
+    return y
 
 
 @triton.jit
 def e4m3_decode(code, NATIVE: tl.constexpr = False):
     """uint8 e4m3fn -> fp32, exact; 0x7F and 0xFF give NaN."""
     if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    c = code.to(tl.uint32)
-    # The code's fields, moved to fp32's, give value * 2^-120; subnormal codes too.
-    bits = ((c & 0x80) << 24) | ((c & 0x7F) << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-    nan = tl.full(value.shape, float("nan"), tl.float32)
-    return tl.where((c & 0x7F) == 0x7F, nan, value)
+        y = code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        c = code.to(tl.uint32)
+        # The code's fields, moved to fp32's, give value * 2^-120; subnormal codes too.
+        bits = ((c & 0x80) << 24) | ((c & 0x7F) << 20)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        nan = tl.full(value.shape, float("nan"), tl.float32)
+        y = tl.where((c & 0x7F) == 0x7F, nan, value)
+    return y
 
 
 @triton.jit

@@ -56,56 +56,64 @@ def group_scale(amax, FMT: tl.constexpr, SCALE: tl.constexpr):
         amax = _floored(amax, floor)
         stored = e4m3_encode(tl.div_rn(amax, tl.full(amax.shape, top, tl.float32)))
         scale = e4m3_decode(stored)
-        return stored, scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
-    inverse_top: tl.constexpr = _E4M3_MAX_INV if FMT == "e4m3" else _E2M1_MAX_INV
-    scale = _floored(amax, _E4M3_FLOOR if FMT == "e4m3" else _E2M1_FLOOR) * inverse_top
-    if SCALE == "fp32":
-        return scale, scale, tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
-    code = ue8m0_encode(scale)
-    value = ue8m0_decode(code)
-    if SCALE == "fp32_pow2":
-        return value, value, ue8m0_reciprocal(code)
-    return code, value, ue8m0_reciprocal(code)
+    else:
+        inverse_top: tl.constexpr = _E4M3_MAX_INV if FMT == "e4m3" else _E2M1_MAX_INV
+        scale = _floored(amax, _E4M3_FLOOR if FMT == "e4m3" else _E2M1_FLOOR) * inverse_top
+        stored = scale
+    if SCALE == "ue8m0" or SCALE == "fp32_pow2":
+        code = ue8m0_encode(scale)
+        scale = ue8m0_decode(code)
+        stored = code if SCALE == "ue8m0" else scale
+        inverse = ue8m0_reciprocal(code)
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return stored, scale, inverse
 
 
 @triton.jit
-def divide(x, scale, inverse, SCALE: tl.constexpr):
+def divide(x, scale, inverse, FMT: tl.constexpr, SCALE: tl.constexpr):
     """x / scale, correctly rounded; `inverse` is the correctly rounded 1 / scale.
 
     A power of two divides by one exact product. Otherwise one Newton step on the product with
-    the remainder taken by fma: correctly rounded (Markstein) where the quotient matters, that is
-    above the codes' smallest step.
+    the remainder taken by fma: correctly rounded (Markstein) for quotients above the codes'
+    smallest step. The remainder could underflow only with fp4's tiny floor and fp32 scales.
     """
     if SCALE == "ue8m0" or SCALE == "fp32_pow2":
-        return x * inverse
-    if INTERPRET:  # its fma may round twice
+        quotient = x * inverse
+    elif INTERPRET or (FMT == "e2m1" and SCALE == "fp32"):  # the interpreter's fma rounds twice
         x, scale = tl.broadcast(x, scale)
-        return tl.div_rn(x, scale)
-    quotient = x * inverse
-    return tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        quotient = tl.div_rn(x, scale)
+    else:
+        product = x * inverse
+        quotient = tl.fma(tl.fma(-product, scale, x), inverse, product)
+    return quotient
 
 
 @triton.jit
 def encode(x, FMT: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 -> uint8 codes (unpacked)."""
     if FMT == "e4m3":
-        return e4m3_encode(x, NATIVE)
-    return e2m1_encode(x)
+        code = e4m3_encode(x, NATIVE)
+    else:
+        code = e2m1_encode(x)
+    return code
 
 
 @triton.jit
 def round_to(x, FMT: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 -> the nearest value of FMT, in fp32."""
     if FMT == "e4m3":
-        return e4m3_round(x, NATIVE)
-    return e2m1_round(x)
+        value = e4m3_round(x, NATIVE)
+    else:
+        value = e2m1_round(x)
+    return value
 
 
 @triton.jit
 def cast_groups(x, FMT: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constexpr):
     """fp32 [R, G], one group a row -> (codes uint8 [R, G] unpacked, scales as stored [R])."""
     stored, scale, inverse = group_scale(absmax(x, 1), FMT, SCALE)
-    return encode(divide(x, scale[:, None], inverse[:, None], SCALE), FMT, NATIVE), stored
+    return encode(divide(x, scale[:, None], inverse[:, None], FMT, SCALE), FMT, NATIVE), stored
 
 
 @triton.jit
@@ -113,4 +121,4 @@ def round_groups(x, FMT: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constexpr
     """fp32 [R, G], one group a row -> the fp32 values after quantization."""
     _, scale, inverse = group_scale(absmax(x, 1), FMT, SCALE)
     scale = scale[:, None]
-    return round_to(divide(x, scale, inverse[:, None], SCALE), FMT, NATIVE) * scale
+    return round_to(divide(x, scale, inverse[:, None], FMT, SCALE), FMT, NATIVE) * scale

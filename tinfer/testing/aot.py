@@ -122,6 +122,15 @@ def compile_launch(launch: Launch, target: str) -> Any:
     )
 
 
+def _chain(error: BaseException | None) -> str:
+    """The error and its causes; Triton's compiler nests one per jit function."""
+    parts = []
+    while error is not None:
+        parts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n caused by ".join(parts)
+
+
 # ---------------------------------------------------------------- a family
 def _chosen(family: str, op: str | None) -> list[Case]:
     importlib.import_module("tinfer.ops")
@@ -155,7 +164,7 @@ def compile_family(family: str, targets: Iterable[str], op: str | None = None) -
                     try:
                         result.shared = int(compile_launch(launch, target).metadata.shared)
                     except Exception as e:  # noqa: BLE001  reported with its kernel, then the next
-                        result.error = f"{type(e).__name__}: {e}"
+                        result.error = _chain(e)
                 results.append(result)
     return results
 

@@ -6,15 +6,17 @@ so grids and tile choices of the model's own sizes can be checked without a devi
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from tinfer import registry
+from tinfer import formats, registry
 from tinfer.testing.cases import Case
 
 MAX_PROGRAMS = 65535  # portable limit on the product of a grid's axes
@@ -74,6 +76,15 @@ def recorded() -> Iterator[list[Launch]]:
             cls.run = run
 
 
+@functools.cache
+def _fake_mode() -> FakeTensorMode:
+    """One mode for the process, entered with the formats' cached tables already real."""
+    code = torch.zeros(1, dtype=torch.uint8)
+    for decode in (formats.decode_e4m3, formats.decode_e2m1, formats.decode_ue8m0):
+        decode(code)
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def launches_of(case: Case, seed: int = 0) -> list[Launch]:
     """What the kernel of the case's op launches; real cases are recorded on fake tensors.
 
@@ -83,7 +94,7 @@ def launches_of(case: Case, seed: int = 0) -> list[Launch]:
     op = registry.get(case.op)
     with recorded() as launches:
         if case.real:
-            with FakeTensorMode():
+            with _fake_mode():
                 arguments = case.arguments(seed)
                 try:
                     op.kernel(**arguments)
