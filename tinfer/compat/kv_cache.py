@@ -8,90 +8,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinfer.formats import (
-    E2M1_AMAX_FLOOR,
-    E2M1_AMAX_FLOOR_E4M3,
-    E2M1_MAX,
-    E4M3_AMAX_FLOOR,
-    E4M3_MAX,
-    decode_e2m1,
-    decode_e4m3,
-    decode_ue8m0,
-    encode_e2m1,
-    encode_e4m3,
-    encode_ue8m0,
-    pack_e2m1,
-    unpack_e2m1,
-)
+from tinfer.compat.casts import cast_back, fake_quant_, per_token_cast
+from tinfer.compat.norm_rope import apply_rotary_, rms_norm
 from tinfer.kv_layout import FIRST_CASTS, KVLayout, check_cache
 
 
 # ---------------------------------------------------------------- rows <-> codes and scales
-def _amax(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    grouped = x.float().reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    return grouped, grouped.abs().amax(-1)
-
-
-def _scale_code(amax: Tensor, value: str, scale: str) -> Tensor:
-    """The scale of a group from its amax: uint8 codes, or fp32 values for the fp32 scales."""
-    top = E4M3_MAX if value == "e4m3" else E2M1_MAX
-    if scale == "e4m3":
-        return encode_e4m3(amax.clamp(min=E2M1_AMAX_FLOOR_E4M3) / top)
-    floor = E4M3_AMAX_FLOOR if value == "e4m3" else E2M1_AMAX_FLOOR
-    raw = amax.clamp(min=floor) * torch.tensor(1.0 / top, dtype=torch.float32)
-    if scale == "fp32":
-        return raw
-    code = encode_ue8m0(raw)
-    return decode_ue8m0(code) if scale == "fp32_pow2" else code
-
-
-def _scale_value(code: Tensor, scale: str) -> Tensor:
-    if scale == "e4m3":
-        return decode_e4m3(code)
-    return decode_ue8m0(code) if scale == "ue8m0" else code
-
-
-def quantize(x: Tensor, value: str, group: int, scale: str) -> tuple[Tensor, Tensor]:
-    """bf16 [..., dim] -> (codes uint8, one a channel; scales uint8 or fp32 [..., dim/group]).
-
-    A group whose scale is not finite (it holds NaN; or inf, unless the scale saturates) gets
-    codes 0: it decodes to NaN whatever the codes say.
-    """
-    grouped, amax = _amax(x, group)
-    code = _scale_code(amax, value, scale)
-    divisor = _scale_value(code, scale)[..., None]
-    encode = encode_e4m3 if value == "e4m3" else encode_e2m1
-    codes = torch.where(divisor.isfinite(), encode(grouped / divisor), 0)
-    return codes.to(torch.uint8).flatten(-2), code
-
-
-def dequantize(codes: Tensor, scales: Tensor, value: str, group: int, scale: str) -> Tensor:
-    """The inverse map, bf16: one fp32 product and one rounding (exact unless scales are fp32)."""
-    decoded = (decode_e4m3 if value == "e4m3" else decode_e2m1)(codes)
-    factor = _scale_value(scales, scale).repeat_interleave(group, -1)
-    return (decoded * factor).to(torch.bfloat16)
-
-
 def encode_rows(x: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     """bf16 [T, dim] -> (uint8 [T, data_bytes], uint8 [T, scale_bytes])."""
     group, scale = FIRST_CASTS[layout.first]
     if group:
-        x = dequantize(*quantize(x, "e2m1", group, scale), "e2m1", group, scale)
+        x = x.clone()
+        fake_quant_(x, "e2m1", group, scale)
     if layout.value == "bf16":
         return x.contiguous().view(torch.uint8), x.new_empty((len(x), 0), dtype=torch.uint8)
-    codes, scales = quantize(x, layout.value, layout.group, layout.scale)
-    data = pack_e2m1(codes) if layout.value == "e2m1" else codes
-    return data, scales.contiguous().view(torch.uint8)
+    codes, scales = per_token_cast(x, layout.value, layout.group, layout.scale)
+    return codes, scales.contiguous().view(torch.uint8)
 
 
 def decode_rows(data: Tensor, scales: Tensor, layout: KVLayout) -> Tensor:
     """(uint8 [T, data_bytes], uint8 [T, scale_bytes]) -> bf16 [T, dim]."""
     if layout.value == "bf16":
         return data.contiguous().view(torch.bfloat16)
-    codes = unpack_e2m1(data) if layout.value == "e2m1" else data
     if layout.scale.startswith("fp32"):
         scales = scales.contiguous().view(torch.float32)
-    return dequantize(codes, scales, layout.value, layout.group, layout.scale)
+    return cast_back(data, scales, layout.value, layout.group, layout.scale, torch.bfloat16)
 
 
 # ---------------------------------------------------------------- pages
@@ -103,6 +44,15 @@ def _views(cache: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
     data = cache.as_strided(shape, stride, start)
     shape, stride = (pages, size, layout.scale_bytes), (page, layout.scale_stride, 1)
     return data, cache.as_strided(shape, stride, start + layout.scale_base)
+
+
+def write_rows(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> None:
+    """`store_kv` where every slot is valid."""
+    data, scales = encode_rows(x, layout)
+    page, row = slots // layout.page_size, slots % layout.page_size
+    data_view, scale_view = _views(cache, layout)
+    data_view[page, row] = data
+    scale_view[page, row] = scales
 
 
 def check_store_kv(
@@ -131,22 +81,15 @@ def store_kv(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> None:
     cache   uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes. A slot beyond the cache is undefined.
-    Numerics: per group of `layout.group` channels, fp32, from `a = max|x|`:
-      ue8m0  a floored at 1e-4 (e4m3) or 6*2^-126 (e2m1), s = 2^ceil(log2(a*fp32(1/max))) on the
-             exponent bits; code = round(x/s), to nearest even, saturating. The floor is on a,
-             never on s, so a stored row equals the model's own quantize-dequantize.
-      e4m3   a floored at 6*2^-9, s = e4m3(a/6); code = e2m1(x/s) by true division
-      fp32   s = a*fp32(1/max), true division; fp32_pow2 rounds s up to a power of two
-    NaN in a group makes its scale NaN; inf too, except that an e4m3 scale saturates at 448.
+    Numerics: `per_token_cast(x, layout.value, layout.group, layout.scale)`, after `fake_quant_`
+      for layouts with a first cast. The floors are on a group's amax, never on the scale, so a
+      stored row equals the model's own quantize-dequantize. NaN or infinity in a group makes
+      that group NaN.
     Source: the release's act_quant and fp4_act_quant (golden vectors).
     """
     check_store_kv("store_kv", x, slots, cache, layout, None)
     keep = slots >= 0
-    data, scales = encode_rows(x[keep], layout)
-    page, row = slots[keep] // layout.page_size, slots[keep] % layout.page_size
-    data_view, scale_view = _views(cache, layout)
-    data_view[page, row] = data
-    scale_view[page, row] = scales
+    write_rows(x[keep], slots[keep], cache, layout)
 
 
 def check_load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> None:
@@ -219,20 +162,13 @@ def store_kv_rope(
     cache      uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes.
-    Numerics: the norm `x * rsqrt(mean(x^2)+eps) * weight` in fp32 is rounded to bf16, the
-    rotation in fp32 is rounded to bf16, then `store_kv`: equal to calling the three in turn.
+    Numerics: equal to `rms_norm` (rounded to bf16), `apply_rotary_` (rounded to bf16) and
+    `store_kv` in turn.
     Source: the release's attention (kv_norm, rope, act_quant) and compressor (rope, fp4).
     """
     check_store_kv_rope(x, weight, cos_sin, positions, slots, cache, layout)
     keep = slots >= 0
-    rows = x[keep].float()
-    if weight is not None:
-        rows = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * weight.float()
-        rows = rows.to(torch.bfloat16).float()
-    cos, sin = cos_sin[positions[keep]].chunk(2, -1)
-    start = layout.dim - cos_sin.shape[1]
-    left, tail = rows[:, :start], rows[:, start:]
-    even, odd = tail[..., 0::2], tail[..., 1::2]
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-    roped = torch.cat([left, turned], -1).to(torch.bfloat16)
-    store_kv(roped, slots[keep], cache, layout)
+    rows = x[keep] if weight is None else rms_norm(x[keep], weight, eps)
+    rows = rows[:, None].clone()
+    apply_rotary_(rows, cos_sin, positions[keep])
+    store_kv(rows[:, 0], slots[keep], cache, layout)
