@@ -162,8 +162,8 @@ def supports_engram_gate(
     stream: Tensor, kv: Tensor, weight: Tensor, dead: Tensor | None, eps: float, clamp: float
 ) -> str | None:
     """Tensors on one device, channels contiguous, at most 16384 of them."""
-    if stream.shape[2] > 16384:
-        return f"{stream.shape[2]} channels do not fit one program"
+    if stream.shape[-1] > 16384:
+        return f"{stream.shape[-1]} channels do not fit one program"
     return (
         device_reason(stream=stream, kv=kv, weight=weight, dead=dead)
         or stride_reason(stream=stream, kv=kv)

@@ -133,8 +133,8 @@ def supports_moe_gate(
     normalize: bool,
 ) -> str | None:
     """Up to 2048 experts and 32 choices; rows of logits may be strided."""
-    if logits.shape[1] > MAX_EXPERTS:
-        return f"{logits.shape[1]} experts do not fit one warp"
+    if logits.shape[-1] > MAX_EXPERTS:
+        return f"{logits.shape[-1]} experts do not fit one warp"
     if topk > 32:
         return f"topk is {topk}, the rounds are unrolled up to 32"
     return (
