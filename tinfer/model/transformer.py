@@ -77,7 +77,8 @@ class Transformer:
             y = trace(f"{name}.attn_out", y)
             stream, x, mix = block.ffn_hc.leave_and_enter(y, stream, mix)
             y = trace(f"{name}.ffn_out", block.ffn(trace(f"{name}.ffn_in", x), batch))
-        assert y is not None and mix is not None
+        if y is None or mix is None:
+            raise ValueError("the model has no layers")
         stream = leave(y, stream, mix)
         self._trace_out(batch, len(self.blocks) - 1, stream, mix.pre)
         x = ops.hc_collapse_norm(stream, mix.pre, self.norm, cfg.norm_eps)
@@ -95,10 +96,10 @@ class Transformer:
         return self.embed[ids]
 
     def _embed(self, batch: Batch) -> Tensor:
-        x = self.embed_tokens(batch.ids)
+        x = batch.trace("embed", self.embed_tokens(batch.ids))
         if batch.image_rows is not None:
             x = x.index_copy(0, batch.image_rows.where, batch.image_rows.rows.to(x.dtype))
-        return batch.trace("embed", x)
+        return x
 
     def _hashes(self, batch: Batch, cache: Cache) -> Tensor | None:
         if self.engram_hash is None:
