@@ -1,0 +1,174 @@
+"""Softmax pooling over groups of `ratio` tokens, and the state that carries half groups.
+
+Memory: kv and score fp32 [T, D]; state fp32 [S, ring, 2, D], kv and score of position p at
+p % ring. Two phases: pooling reads members from the call's rows, or from the state where the
+group began before this call; then every sequence's last `ring` rows overwrite the state. A write
+may hit a slot that pooling still needs, so the phases are two launches, or, for few tokens, one
+launch whose programs each own a slice of the channels and separate the phases by a barrier.
+
+Numerics: fp32, members oldest first, one rounding to bf16; the same operations wherever a member
+comes from, so any split of a sequence into calls gives the same bits.
+Source: `tinfer.compat.compressor`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat import compressor as ref
+from tinfer.kernels._jit import to_bf16
+
+MAX_PROGRAMS = 65535
+ONE_LAUNCH_TOKENS = 256
+
+
+@triton.jit
+def _member(
+    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+    row, position, seq, want, channel, inside, back, row_stride, score_stride, ring,
+    D: tl.constexpr,
+):  # fmt: skip
+    """(kv, score) fp32 [R, C] of position - back, from this call's rows or from the state."""
+    source = row - back
+    exists = want & (source >= 0)
+    other_seq = tl.load(seq_ptr + source, mask=exists, other=-1)
+    other_position = tl.load(positions_ptr + source, mask=exists, other=-1)
+    here = exists & (other_seq == seq) & (other_position == position - back)
+    mask = here[:, None] & inside[None, :]
+    kv = tl.load(kv_ptr + source[:, None] * row_stride + channel[None, :], mask=mask, other=0.0)
+    at = score_ptr + source[:, None] * score_stride + channel[None, :]
+    score = tl.load(at, mask=mask, other=0.0)
+    carried = want & (here == 0)
+    slot = seq * ring + tl.where(carried, position - back, 0) % ring
+    at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
+    mask = carried[:, None] & inside[None, :]
+    kv = tl.where(mask, tl.load(at, mask=mask, other=0.0), kv)
+    score = tl.where(mask, tl.load(at + D, mask=mask, other=0.0), score)
+    return kv, score
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _compress_pool_kernel(
+    kv_ptr,  # fp32 [T, D]
+    score_ptr,  # fp32 [T, D]
+    positions_ptr,  # int64 [T]
+    seq_ptr,  # int64 [T]
+    state_ptr,  # fp32 [S, ring, 2, D]
+    out_ptr,  # bf16 [T, D]
+    tokens,
+    kv_stride,
+    score_stride,
+    ring,
+    D: tl.constexpr,
+    RATIO: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    POOL: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    SLICES: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    channel = (tl.program_id(0) % SLICES) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < D
+    first, step = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
+    if POOL:
+        for tile in range(first, tl.cdiv(tokens, ROWS), step):
+            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            live = row < tokens
+            position = tl.load(positions_ptr + row, mask=live, other=0)
+            seq = tl.load(seq_ptr + row, mask=live, other=-1)
+            want = (seq >= 0) & ((tl.where(seq >= 0, position, 0) + 1) % RATIO == 0)
+            top = tl.full([ROWS, CHANNELS], float("-inf"), tl.float32)
+            for i in tl.static_range(RATIO):
+                _, score = _member(
+                    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+                    row, position, seq, want, channel, inside, RATIO - 1 - i,
+                    kv_stride, score_stride, ring, D,
+                )  # fmt: skip
+                top = tl.maximum(top, score)
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
+            pooled = tl.zeros([ROWS, CHANNELS], tl.float32)
+            for i in tl.static_range(RATIO):
+                kv, score = _member(
+                    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+                    row, position, seq, want, channel, inside, RATIO - 1 - i,
+                    kv_stride, score_stride, ring, D,
+                )  # fmt: skip
+                weight = tl.exp(score - top)
+                total += weight
+                pooled += weight * kv
+            pooled = tl.where(want[:, None], tl.div_rn(pooled, total), 0.0)
+            at = out_ptr + row[:, None] * D + channel[None, :]
+            tl.store(at, to_bf16(pooled), mask=live[:, None] & inside[None, :])
+    if POOL and SAVE:
+        tl.debug_barrier()
+    if SAVE:
+        for tile in range(first, tl.cdiv(tokens, ROWS), step):
+            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            live = row < tokens
+            seq = tl.load(seq_ptr + row, mask=live, other=-1)
+            later = live & (row + ring < tokens)
+            newer = tl.load(seq_ptr + row + ring, mask=later, other=-1)
+            last = (seq >= 0) & ((later == 0) | (newer != seq))
+            position = tl.load(positions_ptr + row, mask=last, other=0)
+            slot = seq * ring + position % ring
+            mask = last[:, None] & inside[None, :]
+            kv = tl.load(kv_ptr + row[:, None] * kv_stride + channel[None, :], mask=mask, other=0.0)
+            at = score_ptr + row[:, None] * score_stride + channel[None, :]
+            score = tl.load(at, mask=mask, other=0.0)
+            at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
+            tl.store(at, kv, mask=mask)
+            tl.store(at + D, score, mask=mask)
+
+
+def _compress_pool_tiles(tokens: int, dim: int) -> tuple[int, int, int]:
+    """(rows, channels, warps). One launch: 32 channels a program, so that the slices fill chips."""
+    if tokens <= ONE_LAUNCH_TOKENS:
+        return min(64, max(4, triton.next_power_of_2(tokens))), 32, 4
+    channels = min(512, triton.next_power_of_2(dim))
+    return max(1, 2048 // channels), channels, 4
+
+
+def supports_compress_pool(
+    kv: Tensor, score: Tensor, positions: Tensor, seq: Tensor, state: Tensor, ratio: int
+) -> str | None:
+    """Channels contiguous."""
+    if kv.dim() == 2 and (kv.stride(1) != 1 or score.stride(1) != 1):
+        return "channels of kv or score are not contiguous"
+    return None
+
+
+def compress_pool(
+    kv: Tensor, score: Tensor, positions: Tensor, seq: Tensor, state: Tensor, ratio: int
+) -> Tensor:
+    ref.check_compress_pool(kv, score, positions, seq, state, ratio)
+    tokens, dim = kv.shape
+    out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=kv.device)
+    if not out.numel():
+        return out
+    rows, channels, warps = _compress_pool_tiles(tokens, dim)
+    once, slices = tokens <= ONE_LAUNCH_TOKENS, triton.cdiv(dim, channels)
+    tiles = 1 if once else min(triton.cdiv(tokens, rows), MAX_PROGRAMS // slices)
+    for pool, save in ((True, True),) if once else ((True, False), (False, True)):
+        _compress_pool_kernel[(tiles * slices,)](
+            kv,
+            score,
+            positions.contiguous(),
+            seq.contiguous(),
+            state,
+            out,
+            tokens,
+            kv.stride(0),
+            score.stride(0),
+            state.shape[1],
+            D=dim,
+            RATIO=ratio,
+            ROWS=rows,
+            CHANNELS=channels,
+            POOL=pool,
+            SAVE=save,
+            num_warps=warps,
+        )
+    return out
