@@ -1,0 +1,287 @@
+"""Conversions of quantized weights at load time, a whole layer's experts in one launch.
+
+Leading dimensions are matrices; a tile never crosses from one into the next. Tiles are counted
+matrix by matrix, row of tiles by row of tiles, and programs stride over them.
+
+Exact: equal to the references bit for bit. Source: `tinfer.compat.weight_casts`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat.weight_casts import (
+    Weight,
+    check_dequantize_weight,
+    check_fp4_to_fp8,
+    check_requantize_fp4,
+    check_requantize_fp8,
+    check_transpose_weight_scales,
+    raise_lossy,
+)
+from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
+from tinfer.kernels._block_casts import quantize_blocks
+from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_to_fp8_kernel
+from tinfer.kernels._jit import e2m1_decode, e4m3_decode, nibbles_unpack, to_bf16, ue8m0_decode
+from tinfer.kernels._target import Target, target
+
+MAX_PROGRAMS = 65535
+
+
+# ---------------------------------------------------------------- decoding a tile
+@triton.jit
+def _load_values(
+    w_ptr, s_ptr, matrix, row, column, N, K, R: tl.constexpr, C: tl.constexpr,
+    KIND: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """fp32 [R, C] values of one tile; `row` and `column` are its first ones within the matrix."""
+    rows = row + tl.arange(0, R)
+    line = (tl.cast(matrix, tl.int64) * N + rows)[:, None]
+    in_rows = (rows < N)[:, None]
+    if KIND == "fp4":
+        half = column // 2 + tl.arange(0, C // 2)[None, :]
+        packed = tl.load(w_ptr + line * (K // 2) + half, mask=in_rows & (half * 2 < K), other=0)
+        value = e2m1_decode(nibbles_unpack(packed))
+        group = column // 32 + tl.arange(0, C // 32)[None, :]
+        s_at, inside = line * (K // 32) + group, in_rows & (group * 32 < K)
+        scale = ue8m0_decode(tl.load(s_ptr + s_at, mask=inside, other=127))  # [R, C / 32]
+        WIDTH: tl.constexpr = 32
+    else:
+        columns = column + tl.arange(0, C)[None, :]
+        code = tl.load(w_ptr + line * K + columns, mask=in_rows & (columns < K), other=0)
+        value = e4m3_decode(code, NATIVE)
+        SIDE: tl.constexpr = 32 if KIND == "fp8_32" else 128
+        WIDTH: tl.constexpr = SIDE if SIDE < C else C
+        block = column // SIDE + tl.arange(0, C // WIDTH)[None, :]
+        down, across = (N + SIDE - 1) // SIDE, (K + SIDE - 1) // SIDE
+        s_at = (tl.cast(matrix, tl.int64) * down + rows // SIDE)[:, None] * across + block
+        inside = in_rows & (block < across)
+        scale = tl.load(s_ptr + s_at, mask=inside, other=0)
+        if KIND == "fp8_32":
+            scale = ue8m0_decode(scale)
+    wide = tl.reshape(value, [R, C // WIDTH, WIDTH]) * scale[:, :, None]
+    return tl.reshape(wide, [R, C])
+
+
+@triton.jit
+def _tile_of(tile, N, K, R: tl.constexpr, C: tl.constexpr):
+    """(matrix, first row, first column) of a tile of R x C."""
+    down, across = (N + R - 1) // R, (K + C - 1) // C
+    line = tile // across
+    return line // down, (line % down) * R, (tile - line * across) * C
+
+
+# ---------------------------------------------------------------- kernels
+@triton.jit(do_not_specialize=["tiles"])
+def _dequantize_kernel(
+    w_ptr,
+    s_ptr,
+    y_ptr,  # [matrices, N, K] bf16 or fp32
+    N,
+    K,
+    tiles,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        matrix, row, column = _tile_of(tile, N, K, R, C)
+        value = _load_values(w_ptr, s_ptr, matrix, row, column, N, K, R, C, KIND, NATIVE)
+        if y_ptr.dtype.element_ty == tl.bfloat16:
+            value = to_bf16(value)
+        rows, columns = row + tl.arange(0, R), column + tl.arange(0, C)[None, :]
+        at = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K + columns
+        tl.store(y_ptr + at, value, mask=(rows < N)[:, None] & (columns < K))
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _requantize_kernel(
+    w_ptr,
+    s_ptr,
+    q_ptr,  # uint8 [matrices, N, K]
+    t_ptr,  # fp32 [matrices, ceil(N / 128), ceil(K / 128)]
+    N,
+    K,
+    tiles,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        matrix, row, column = _tile_of(tile, N, K, 128, 128)
+        value = _load_values(w_ptr, s_ptr, matrix, row, column, N, K, 128, 128, KIND, NATIVE)
+        codes, stored = quantize_blocks(value, 128, SCALE, NATIVE)
+        rows, columns = row + tl.arange(0, 128), column + tl.arange(0, 128)[None, :]
+        at = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K + columns
+        tl.store(q_ptr + at, codes, mask=(rows < N)[:, None] & (columns < K))
+        tl.store(t_ptr + tile + tl.arange(0, 1), stored)  # tiles are numbered like the scales
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _pack_scales_kernel(
+    s_ptr,  # uint8 or fp32 [matrices, lines, columns], any strides
+    y_ptr,  # int32 [matrices, words, lines * BLOCK]
+    lines,
+    columns,
+    tiles,
+    stride_matrix,
+    stride_line,
+    stride_column,
+    BLOCK: tl.constexpr,
+    R: tl.constexpr,
+):
+    words, rows = (columns + 3) // 4, lines * BLOCK
+    across = (rows + R - 1) // R
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        line = tile // across
+        matrix, word = line // words, line % words
+        row = (tile - line * across) * R + tl.arange(0, R)
+        column = word * 4 + tl.arange(0, 4)[None, :]
+        at = tl.cast(matrix, tl.int64) * stride_matrix + (row // BLOCK)[:, None] * stride_line
+        inside = (row < rows)[:, None] & (column < columns)
+        s = tl.load(s_ptr + at + column * stride_column, mask=inside, other=0)  # [R, 4]
+        if s_ptr.dtype.element_ty == tl.float32:
+            s = s.to(tl.int32, bitcast=True) >> 23
+        shift = (tl.arange(0, 4) * 8)[None, :]
+        packed = tl.sum(s.to(tl.int32) << shift, axis=1)
+        tl.store(y_ptr + tl.cast(line, tl.int64) * rows + row, packed, mask=row < rows)
+
+
+# ---------------------------------------------------------------- launchers
+def _grid(tiles: int) -> tuple[int]:
+    return (min(tiles, MAX_PROGRAMS),)
+
+
+def _kind(weight: Weight) -> str:
+    if isinstance(weight, Fp4Group32):
+        return "fp4"
+    return "fp8_32" if isinstance(weight, Fp8Block32) else "fp8_128"
+
+
+def _values_shape(weight: Weight) -> tuple[int, ...]:
+    *lead, columns = weight.weight.shape
+    return (*lead, columns * 2 if isinstance(weight, Fp4Group32) else columns)
+
+
+def _tiles(shape: tuple[int, ...], rows: int, columns: int) -> int:
+    matrices = 1
+    for size in shape[:-2]:
+        matrices *= size
+    return matrices * -(-shape[-2] // rows) * -(-shape[-1] // columns)
+
+
+def _fp4_tiles(device: Target, block: int) -> tuple[int, int]:
+    """(columns a program, warps)."""
+    return (512, 4) if block == 32 else (128, 4)
+
+
+def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
+    aligned = weight.weight.is_contiguous() and weight.weight.storage_offset() % 4 == 0
+    return None if aligned else "the packed weight is not contiguous and aligned to 4 bytes"
+
+
+def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
+    check_fp4_to_fp8(weight, block)
+    shape = _values_shape(weight)
+    codes = weight.weight.new_empty(shape)
+    scales = weight.weight.new_empty((*shape[:-2], shape[-2] // block, shape[-1] // block))
+    if codes.numel() == 0:
+        return codes, scales
+    first = torch.full((1,), NO_TILE.value, dtype=torch.int32, device=codes.device)
+    width, warps = _fp4_tiles(target(codes.device), block)
+    tiles = _tiles(shape, block, width)
+    _fp4_to_fp8_kernel[_grid(tiles)](
+        weight.weight.view(torch.int32), weight.scale.contiguous(), codes.view(torch.int32),
+        scales, first, shape[-1], tiles, B=block, C=width, num_warps=warps,
+    )  # fmt: skip
+    if (tile := int(first.item())) != NO_TILE.value:
+        raise_lossy("fp4_to_fp8", block, _unravel(tile, scales.shape))
+    return codes, scales
+
+
+def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
+    at = []
+    for size in reversed(shape):
+        index, inner = divmod(index, size)
+        at.append(inner)
+    return tuple(reversed(at))
+
+
+def supports_dequantize_weight(weight: Weight, dtype: torch.dtype) -> str | None:
+    return None
+
+
+def dequantize_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
+    check_dequantize_weight(weight, dtype)
+    shape = _values_shape(weight)
+    y = weight.weight.new_empty(shape, dtype=dtype)
+    if y.numel() == 0:
+        return y
+    rows, columns, warps = 32, 256, 8
+    tiles = _tiles(shape, rows, columns)
+    _dequantize_kernel[_grid(tiles)](
+        weight.weight.contiguous(), weight.scale.contiguous(), y, shape[-2], shape[-1], tiles,
+        R=rows, C=columns, KIND=_kind(weight), NATIVE=target(y.device).native_e4m3,
+        num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _requantize(weight: Weight, scale_fmt: str) -> Fp8Block128:
+    shape = _values_shape(weight)
+    codes = weight.weight.new_empty(shape)
+    size = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    scales = weight.weight.new_empty(size, dtype=torch.float32)
+    if codes.numel():
+        tiles = _tiles(shape, 128, 128)
+        _requantize_kernel[_grid(tiles)](
+            weight.weight.contiguous(), weight.scale.contiguous(), codes, scales,
+            shape[-2], shape[-1], tiles, KIND=_kind(weight), SCALE=scale_fmt,
+            NATIVE=target(codes.device).native_e4m3, num_warps=8,
+        )  # fmt: skip
+    return Fp8Block128(codes, scales)
+
+
+def supports_requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> str | None:
+    return None
+
+
+def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
+    check_requantize_fp4(weight, scale_fmt)
+    return _requantize(weight, scale_fmt)
+
+
+def supports_requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> str | None:
+    return None
+
+
+def requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> Fp8Block128:
+    check_requantize_fp8(weight, scale_fmt)
+    return _requantize(weight, scale_fmt)
+
+
+def supports_transpose_weight_scales(scales: list[Tensor], block: int) -> str | None:
+    return None
+
+
+def transpose_weight_scales(scales: list[Tensor], block: int) -> list[tuple[Tensor, Tensor]]:
+    check_transpose_weight_scales(scales, block)
+    return [(_packed(s, block), _packed(s.transpose(-1, -2), block)) for s in scales]
+
+
+def _packed(s: Tensor, block: int) -> Tensor:
+    matrices, (lines, columns) = s if s.dim() == 3 else s[None], s.shape[-2:]
+    rows, words, width = lines * block, -(-columns // 4), 256
+    y = s.new_empty((len(matrices), words, rows), dtype=torch.int32)
+    tiles = len(matrices) * words * -(-rows // width)
+    if tiles:
+        _pack_scales_kernel[_grid(tiles)](
+            matrices, y, lines, columns, tiles, *matrices.stride(), BLOCK=block, R=width,
+            num_warps=2,
+        )  # fmt: skip
+    y = y.transpose(-1, -2)
+    return y if s.dim() == 3 else y[0]
