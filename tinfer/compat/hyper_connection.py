@@ -189,6 +189,57 @@ def hc_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor | None, eps: fl
     return rms_norm(hc_collapse(stream, pre), weight, eps)
 
 
+def check_hc_pre(
+    stream: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """Raise unless the arguments fit `hc_pre`."""
+    check_hc_collapse(stream, pre, "hc_pre")
+    check_rms_norm(stream, weight, norm_eps, "hc_pre")
+    check_hc_mix(stream, fn, scale, base, norm_eps, hc_eps, iters, "hc_pre")
+
+
+def hc_pre(
+    stream: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Enter a sublayer: its normed input and its mixes from one read of the stream.
+
+    `x = hc_collapse_norm(stream, pre, weight, norm_eps)`,
+    `pre', post', comb' = hc_mix(stream, fn, scale, base, norm_eps, hc_eps, iters)`.
+
+    Args:
+        stream: bf16 [T, C, D]. pre: fp32 [T, C], carried from the sublayer before.
+        fn, scale, base, norm_eps, hc_eps, iters: as for `hc_mix`.
+        weight: bf16 or fp32 [D] or None, the sublayer's input norm.
+
+    Returns:
+        x bf16 [T, D]; pre', post' fp32 [T, C]; comb' fp32 [T, C, C].
+
+    Raises:
+        TypeError, ValueError: wrong dtype or shape.
+
+    Numerics: as the parts.
+    """
+    check_hc_pre(stream, pre, fn, scale, base, weight, norm_eps, hc_eps, iters)
+    x = hc_collapse_norm(stream, pre, weight, norm_eps)
+    return x, *hc_mix(stream, fn, scale, base, norm_eps, hc_eps, iters)
+
+
 def check_hc_post(
     y: Tensor, stream: Tensor, post: Tensor, comb: Tensor, op: str = "hc_post"
 ) -> None:

@@ -1,0 +1,181 @@
+"""Mixes of the hyper-connections: projection, Sinkhorn, and the fused pass between sublayers.
+
+    m = (x . fn^T) * rsqrt(mean(x^2) + eps)        x: the token's C*D stream values
+    pre, post, comb = sigmoid(m), 2*sigmoid(m), sinkhorn(m), each scaled and biased
+
+Two kernels. The first takes a tile of tokens and a range of the D columns: it reads the stream
+(for the boundary: writes back the sublayer's output and stores the new stream), collapses it,
+and accumulates per token the 24 dots, the square sum of the stream and that of the collapse into
+one row of partial results:
+
+    partial fp32 [splits, T, W]: (2+C)*C dots, square sum of x, square sum of the collapse, zeros
+
+The second adds the ranges in fixed order, normalizes the collapse and makes the mixes.
+
+fp32 quality on tensor cores: fn is split exactly into three bf16 parts, whose products with the
+bf16 stream are exact, and every column block is summed on its own before it is added in fp32.
+
+Source: written for this project; the contract is `tinfer.compat.hyper_connection`. Splitting
+fp32 into bf16 parts: arXiv 1904.06376.
+"""
+
+# ruff: noqa: RUF005  (Triton's language has no unpacking into a tuple)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tinfer.kernels._jit import _dot, round_bf16, to_bf16, to_fp32
+from tinfer.kernels._mixes import store_mixes
+
+
+# ---------------------------------------------------------------- first kernel
+@triton.jit
+def _top(x):
+    """fp32 with all but the first 8 significant bits cut off: a bf16 value."""
+    return (x.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_dots(
+    values, fn, column, k, width, part,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """part [T, W] + values bf16 [T, B] @ fn[:, copy k, columns B]^T, exact products."""
+    row = tl.arange(0, WIDTH)[:, None]
+    at = fn + row * (C * width) + k * width + column[None, :]
+    f = tl.load(at, mask=(row < MIXES) & (column < width)[None, :], other=0.0)  # [W, B]
+    high = _top(f)
+    middle = _top(f - high)
+    low = f - high - middle
+    part = _dot(values, tl.trans(to_bf16(low)), part)
+    part = _dot(values, tl.trans(to_bf16(middle)), part)
+    return _dot(values, tl.trans(to_bf16(high)), part)
+
+
+@triton.jit
+def _read(x, at, mask):
+    return to_fp32(tl.load(x + at, mask=mask, other=0.0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_partial_kernel(
+    y, stream, post, comb, pre, fn, new, x, partial, rows, width, columns,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    POST: tl.constexpr, COLLAPSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`columns` of the stream's D per split; partial, new and x as the module describes."""
+    split = tl.program_id(0) % SPLITS
+    token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
+    live = token < rows
+    post_k, comb_jk, pre_k = (), (), ()
+    for k in tl.static_range(C):
+        if POST:
+            post_k = post_k + (tl.load(post + token * C + k, mask=live, other=0.0)[:, None],)
+            for j in tl.static_range(C):
+                at = comb + (token * C + k) * C + j
+                comb_jk = comb_jk + (tl.load(at, mask=live, other=0.0)[:, None],)
+        if COLLAPSE:
+            pre_k = pre_k + (tl.load(pre + token * C + k, mask=live, other=0.0)[:, None],)
+    dots = tl.zeros((BLOCK_T, WIDTH), tl.float32)
+    square = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    square_x = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    end = tl.minimum(split * columns + columns, width)
+    for d in tl.range(split * columns, end, BLOCK_D, num_stages=STAGES):
+        column = d + tl.arange(0, BLOCK_D)
+        inside = live[:, None] & (column < end)[None, :]
+        base = token[:, None] * (C * width) + column[None, :]
+        copies = ()
+        for k in tl.static_range(C):
+            copies = copies + (_read(stream, base + k * width, inside),)
+        if POST:
+            output = _read(y, token[:, None] * width + column[None, :], inside)
+        collapsed = copies[0]
+        part = tl.zeros((BLOCK_T, WIDTH), tl.float32)
+        for k in tl.static_range(C):
+            value = copies[k]
+            if POST:
+                value = post_k[k] * output
+                for j in tl.static_range(C):
+                    value += comb_jk[j * C + k] * copies[j]
+                tl.store(new + base + k * width, to_bf16(value), mask=inside)
+                value = round_bf16(value)
+            square += value * value
+            if COLLAPSE:
+                collapsed = pre_k[k] * value if k == 0 else collapsed + pre_k[k] * value
+            part = _add_dots(to_bf16(value), fn, column, k, width, part, C, MIXES, WIDTH)
+        dots += part
+        if COLLAPSE:
+            rounded = to_bf16(collapsed)
+            tl.store(x + token[:, None] * width + column[None, :], rounded, mask=inside)
+            square_x += to_fp32(rounded) * to_fp32(rounded)
+    at = tl.arange(0, WIDTH)[None, :]
+    dots = tl.where(at == MIXES, tl.sum(square, axis=1)[:, None], dots)
+    dots = tl.where(at == MIXES + 1, tl.sum(square_x, axis=1)[:, None], dots)
+    row = split.to(tl.int64) * rows + token
+    tl.store(partial + row[:, None] * WIDTH + at, dots, mask=live[:, None])
+
+
+# ---------------------------------------------------------------- second kernel
+@triton.jit
+def _sum_splits(at, column, live):
+    """Sum over the splits of columns [N] of a token's partial results at `at` [S] -> [N]."""
+    return tl.sum(tl.load(at[:, None] + column[None, :], mask=live[:, None], other=0.0), axis=0)
+
+
+@triton.jit
+def _norm_part(x, weight, column, width, rstd, HAS_WEIGHT: tl.constexpr):
+    inside = column < width
+    value = to_fp32(tl.load(x + column, mask=inside, other=0.0)) * rstd
+    if HAS_WEIGHT:
+        value *= to_fp32(tl.load(weight + column, mask=inside, other=0.0))
+    tl.store(x + column, to_bf16(value), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_finish_kernel(
+    partial, scale, base, weight, x, pre, post, comb, rows, width, norm_eps, hc_eps, iters,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """One task makes a token's mixes; with NORM another normalizes its row of x in place."""
+    tasks = 2 if NORM else 1
+    for task in range(tl.program_id(0), rows * tasks, tl.num_programs(0)):
+        row = (task // tasks).to(tl.int64)
+        split = tl.arange(0, BLOCK_S)
+        live = split < SPLITS
+        at = partial + (split.to(tl.int64) * rows + row) * WIDTH
+        if task % tasks == 0:
+            square = tl.sum(tl.load(at + MIXES, mask=live, other=0.0), axis=0)
+            rstd = tl.rsqrt(square / (C * width) + norm_eps)
+            ends = _sum_splits(at, tl.arange(0, 2 * C), live) * rstd
+            cells = _sum_splits(at, 2 * C + tl.arange(0, C * C), live) * rstd
+            token = row + tl.arange(0, 1)
+            store_mixes(
+                ends[None, :], cells[None, :], token, token < rows, scale, base,
+                pre, post, comb, hc_eps, iters, C,
+            )  # fmt: skip
+        else:
+            square = tl.sum(tl.load(at + MIXES + 1, mask=live, other=0.0), axis=0)
+            rstd = tl.rsqrt(square / width + norm_eps)
+            _norm_part(x + row * width, weight, tl.arange(0, MAIN), width, rstd, HAS_WEIGHT)
+            if REST:
+                rest = MAIN + tl.arange(0, REST)
+                _norm_part(x + row * width, weight, rest, width, rstd, HAS_WEIGHT)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_split_kernel(
+    mixes, scale, base, pre, post, comb, rows, hc_eps, iters,
+    C: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)):
+        token = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        live = token < rows
+        at = mixes + token[:, None] * MIXES
+        ends = tl.load(at + tl.arange(0, 2 * C)[None, :], mask=live[:, None], other=0.0)
+        cells = at + 2 * C + tl.arange(0, C * C)[None, :]
+        logits = tl.load(cells, mask=live[:, None], other=0.0)
+        store_mixes(ends, logits, token, live, scale, base, pre, post, comb, hc_eps, iters, C)

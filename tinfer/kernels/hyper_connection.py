@@ -1,0 +1,248 @@
+"""Hyper-connections: expand, collapse (with norm), mean, write-back; the mixes are re-exported.
+
+    collapse  out    = sum_c pre[c] * stream[c]
+    post      new[k] = post[k] * y + sum_j comb[j, k] * stream[j]
+
+A program takes one token's block of columns and reads every copy of it once. Compiled without
+fused multiply-add, so that collapse and write-back equal their references bit for bit.
+
+Source: written for this project; the contract is `tinfer.compat.hyper_connection`.
+"""
+
+# ruff: noqa: RUF005  (Triton's language has no unpacking into a tuple)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat.hyper_connection import (
+    check_hc_collapse,
+    check_hc_collapse_norm,
+    check_hc_expand,
+    check_hc_mean,
+    check_hc_post,
+)
+from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason
+from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels.hyper_connection_mix import (
+    hc_boundary,
+    hc_mix,
+    hc_pre,
+    hc_split,
+    supports_hc_boundary,
+    supports_hc_mix,
+    supports_hc_pre,
+    supports_hc_split,
+)
+from tinfer.kernels.norm_rope import MAX_WIDTH, split_width
+
+__all__ = [
+    "hc_boundary",
+    "hc_collapse",
+    "hc_collapse_norm",
+    "hc_expand",
+    "hc_mean",
+    "hc_mix",
+    "hc_post",
+    "hc_pre",
+    "hc_split",
+    "supports_hc_boundary",
+    "supports_hc_collapse",
+    "supports_hc_collapse_norm",
+    "supports_hc_expand",
+    "supports_hc_mean",
+    "supports_hc_mix",
+    "supports_hc_post",
+    "supports_hc_pre",
+    "supports_hc_split",
+]
+
+BLOCK = 1024  # columns per program of the column-wise kernels
+
+
+@triton.jit
+def _weighted(stream, pre, column, width, C: tl.constexpr, MEAN: tl.constexpr):
+    """fp32 [B]: the copies' weighted sum in ascending order, or their mean."""
+    inside = column < width
+    total = to_fp32(tl.load(stream + column, mask=inside, other=0.0))
+    if not MEAN:
+        total *= tl.load(pre)
+    for c in tl.static_range(1, C):
+        value = to_fp32(tl.load(stream + c * width + column, mask=inside, other=0.0))
+        total += value if MEAN else tl.load(pre + c) * value
+    if MEAN:
+        total = tl.div_rn(total, tl.full(total.shape, C, tl.float32))
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_collapse_kernel(
+    stream, pre, out, rows, width, C: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    for tile in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
+        row = (tile // blocks).to(tl.int64)
+        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        total = _weighted(stream + row * C * width, pre + row * C, column, width, C, MEAN)
+        tl.store(out + row * width + column, to_bf16(total), mask=column < width)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_collapse_norm_kernel(
+    stream, pre, weight, out, rows, width, eps,
+    C: tl.constexpr, HAS_WEIGHT: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.cast(i, tl.int64)
+        x, mix, to = stream + row * C * width, pre + row * C, out + row * width
+        main = tl.arange(0, MAIN)
+        value = round_bf16(_weighted(x, mix, main, width, C, False))
+        total = tl.sum(value * value, axis=0)
+        if REST:
+            rest = MAIN + tl.arange(0, REST)
+            tail = round_bf16(_weighted(x, mix, rest, width, C, False))
+            total += tl.sum(tail * tail, axis=0)
+        rstd = tl.rsqrt(total / width + eps)
+        value *= rstd
+        if HAS_WEIGHT:
+            value *= to_fp32(tl.load(weight + main, mask=main < width, other=0.0))
+        tl.store(to + main, to_bf16(value), mask=main < width)
+        if REST:
+            tail *= rstd
+            if HAS_WEIGHT:
+                tail *= to_fp32(tl.load(weight + rest, mask=rest < width, other=0.0))
+            tl.store(to + rest, to_bf16(tail), mask=rest < width)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_post_kernel(
+    y, stream, post, comb, out, rows, width, C: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    for tile in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
+        row = (tile // blocks).to(tl.int64)
+        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        output = to_fp32(tl.load(y + row * width + column, mask=inside, other=0.0))
+        copies = ()
+        for j in tl.static_range(C):
+            at = stream + (row * C + j) * width + column
+            copies = copies + (to_fp32(tl.load(at, mask=inside, other=0.0)),)
+        for k in tl.static_range(C):
+            total = tl.load(post + row * C + k) * output
+            for j in tl.static_range(C):
+                total += tl.load(comb + (row * C + j) * C + k) * copies[j]
+            tl.store(out + (row * C + k) * width + column, to_bf16(total), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _hc_expand_kernel(x, out, rows, width, stride, C: tl.constexpr, BLOCK: tl.constexpr):
+    blocks = tl.cdiv(width, BLOCK)
+    for tile in range(tl.program_id(0), rows * blocks, tl.num_programs(0)):
+        row = (tile // blocks).to(tl.int64)
+        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        value = tl.load(x + row * stride + column, mask=inside, other=0.0)
+        for c in tl.static_range(C):
+            tl.store(out + (row * C + c) * width + column, value, mask=inside)
+
+
+def _grid(rows: int, width: int) -> tuple[int]:
+    return (min(rows * triton.cdiv(width, BLOCK), MAX_PROGRAMS),)
+
+
+def _reason(**tensors: Tensor | None) -> str | None:
+    return contiguous_reason(**tensors) or device_reason(**tensors)
+
+
+def supports_hc_collapse(stream: Tensor, pre: Tensor) -> str | None:
+    """Contiguous tensors on one device."""
+    return _reason(stream=stream, pre=pre)
+
+
+def hc_collapse(stream: Tensor, pre: Tensor) -> Tensor:
+    check_hc_collapse(stream, pre)
+    rows, copies, width = stream.shape
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
+    if out.numel():
+        _hc_collapse_kernel[_grid(rows, width)](
+            stream, pre, out, rows, width, C=copies, MEAN=False, BLOCK=BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def supports_hc_mean(stream: Tensor) -> str | None:
+    """Contiguous tensors on one device."""
+    return _reason(stream=stream)
+
+
+def hc_mean(stream: Tensor) -> Tensor:
+    check_hc_mean(stream)
+    rows, copies, width = stream.shape
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
+    if out.numel():
+        _hc_collapse_kernel[_grid(rows, width)](
+            stream, stream, out, rows, width, C=copies, MEAN=True, BLOCK=BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def supports_hc_collapse_norm(
+    stream: Tensor, pre: Tensor, weight: Tensor | None, eps: float
+) -> str | None:
+    """Contiguous tensors on one device, rows that fit one program."""
+    if stream.shape[2] > MAX_WIDTH:
+        return f"rows of more than {MAX_WIDTH} columns"
+    return _reason(stream=stream, pre=pre, weight=weight)
+
+
+def hc_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    check_hc_collapse_norm(stream, pre, weight, eps)
+    rows, copies, width = stream.shape
+    out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
+    if not out.numel():
+        return out
+    main, rest = split_width(width)
+    _hc_collapse_norm_kernel[(min(rows, MAX_PROGRAMS),)](
+        stream, pre, stream if weight is None else weight, out, rows, width, eps,
+        C=copies, HAS_WEIGHT=weight is not None, MAIN=main, REST=rest,
+        num_warps=8 if width > 2048 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def supports_hc_post(y: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> str | None:
+    """Contiguous tensors on one device."""
+    return _reason(y=y, stream=stream, post=post, comb=comb)
+
+
+def hc_post(y: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    check_hc_post(y, stream, post, comb)
+    rows, copies, width = stream.shape
+    out = torch.empty_like(stream)
+    if out.numel():
+        _hc_post_kernel[_grid(rows, width)](
+            y, stream, post, comb, out, rows, width, C=copies, BLOCK=BLOCK,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def supports_hc_expand(x: Tensor, copies: int) -> str | None:
+    """Contiguous rows."""
+    return "columns of x are not contiguous" if x.stride(1) != 1 else device_reason(x=x)
+
+
+def hc_expand(x: Tensor, copies: int) -> Tensor:
+    check_hc_expand(x, copies)
+    rows, width = x.shape
+    out = torch.empty(rows, copies, width, dtype=torch.bfloat16, device=x.device)
+    if out.numel():
+        _hc_expand_kernel[_grid(rows, width)](
+            x, out, rows, width, x.stride(0), C=copies, BLOCK=BLOCK, num_warps=4
+        )
+    return out
