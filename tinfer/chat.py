@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinfer.completion import EOS, THINK_END, ChatError, Completion, parse_completion
-from tinfer.tokenizer import TextStream, Tokenizer, TokenizerError, engram_token_map
+from tinfer.tokenizer import TextStream, Tokenizer, TokenizerError
 
 __all__ = [
     "ChatError",
@@ -30,7 +30,6 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "TokenizerError",
-    "engram_token_map",
     "parse_completion",
     "render",
 ]

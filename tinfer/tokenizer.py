@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-import torch
-from tokenizers import Regex, normalizers
-from torch import Tensor
-
-from tinfer.config import ModelConfig
 
 REPLACEMENT = "\ufffd"  # what an unfinished UTF-8 sequence decodes to
 _MAX_PENDING = 16  # tokens held back for one; more is not unfinished but invalid
@@ -31,7 +26,7 @@ class Tokenizer:
     """`tokenizer.json` with what generation needs."""
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
+        self.inner = inner
         self.added: dict[str, int] = {
             token.content: index for index, token in inner.get_added_tokens_decoder().items()
         }
@@ -50,14 +45,14 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer: {path} cannot be read: {error}") from error
 
     def __len__(self) -> int:
-        return int(self._inner.get_vocab_size(with_added_tokens=True))
+        return int(self.inner.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The same model without added tokens."""
-        plain = tokenizers.Tokenizer(self._inner.model)
+        plain = tokenizers.Tokenizer(self.inner.model)
         for part in ("normalizer", "pre_tokenizer"):
-            value: Any = getattr(self._inner, part)
+            value: Any = getattr(self.inner, part)
             if value is not None:
                 setattr(plain, part, value)
         return plain
@@ -65,7 +60,7 @@ class Tokenizer:
     # ------------------------------------------------------------ text to ids
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; spellings of control tokens become control ids. Nothing is added."""
-        return _encode(self._inner, text)
+        return _encode(self.inner, text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` as ordinary text, whatever it spells."""
@@ -98,7 +93,7 @@ class Tokenizer:
         """Text of `ids`; `keep_control=False` leaves out every added token, special or not."""
         if not keep_control:
             ids = [i for i in ids if i not in self._added_ids]
-        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+        return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def is_control(self, token: int) -> bool:
         """An added token: a marker, not text."""
@@ -106,12 +101,8 @@ class Tokenizer:
 
     def spelling(self, token: int) -> str | None:
         """The raw vocabulary string, or None for an id that does not exist."""
-        found: str | None = self._inner.id_to_token(token)
+        found: str | None = self.inner.id_to_token(token)
         return found
-
-    def decode_each(self, ids: Iterable[int]) -> list[str]:
-        """The text of every id alone."""
-        return list(self._inner.decode_batch([[i] for i in ids], skip_special_tokens=False))
 
 
 def _encode(inner: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -194,42 +185,3 @@ def _overlap(text: str, stop: str) -> int:
         if stop.startswith(text[-size:]):
             return size
     return 0
-
-
-# ---------------------------------------------------------------- engram
-def engram_token_map(tokenizer: Tokenizer, config: ModelConfig) -> Tensor:
-    """Token id -> compressed id, int32 `[vocab_size]`, for the engram hashes.
-
-    Ids whose text differs only in case, accents or white space share a compressed id; compressed
-    ids count up in order of first sight. An id that is not valid UTF-8 by itself keeps its own.
-
-    Raises:
-        TokenizerError: the result does not have the configured size, so the tokenizer is not
-            the one that the tables were made with.
-    """
-    fold = normalizers.Sequence(
-        [
-            normalizers.NFKC(),
-            normalizers.NFD(),
-            normalizers.StripAccents(),
-            normalizers.Lowercase(),
-            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
-            normalizers.Replace(Regex(r"^ $"), "\ue000"),  # a lone space survives the strip
-            normalizers.Strip(),
-            normalizers.Replace("\ue000", " "),
-        ]
-    )
-    seen: dict[str, int] = {}
-    compressed = []
-    for token, text in enumerate(tokenizer.decode_each(range(config.vocab_size))):
-        if REPLACEMENT in text:
-            key = tokenizer.spelling(token) or text
-        else:
-            key = fold.normalize_str(text) or text
-        compressed.append(seen.setdefault(key, len(seen)))
-    if len(seen) != config.engram_compressed_vocab_size:
-        raise TokenizerError(
-            f"tokenizer: it must give {config.engram_compressed_vocab_size} compressed ids "
-            f"(engram_compressed_vocab_size), got {len(seen)}; it is not this checkpoint's"
-        )
-    return torch.tensor(compressed, dtype=torch.int32)
