@@ -179,7 +179,7 @@ def engram_gate(
     out = torch.empty(tokens, copies, dim, dtype=torch.bfloat16, device=stream.device)
     if not out.numel():
         return out
-    block = triton.next_power_of_2(dim)
+    block, warps = _gate_tiles(dim)
     items = tokens * copies
     _engram_gate_kernel[(min(items, MAX_PROGRAMS),)](
         stream,
@@ -198,6 +198,12 @@ def engram_gate(
         D=dim,
         HAS_DEAD=dead is not None,
         BLOCK=block,
-        num_warps=max(1, min(8, block // 512)),
+        num_warps=warps,
     )
     return out
+
+
+def _gate_tiles(dim: int) -> tuple[int, int]:
+    """Channels of a program (all of them) and its warps."""
+    block = triton.next_power_of_2(dim)
+    return block, max(1, min(8, block // 512))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from tinfer.compat.moe_permute import expert_permute
 from tinfer.testing.cases import Arguments, Case
 
 
@@ -58,13 +57,16 @@ def combined(
     dropped: float = 0.0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Arguments:
-    """Rows of a routing over 24 experts (384 at the release's width), padding rows NaN."""
-    experts = 384 if dim == 5120 else 24
-    routing = expert_permute(choices(g, tokens, topk, experts, dropped), experts, 8)
-    x = torch.randn(routing[0].shape[0], dim, generator=g, device=g.device).to(dtype)
-    x = x.masked_fill((routing[0] < 0)[:, None], float("nan"))
+    """Twice as many rows as are used, in any order; NaN in those that are not."""
+    count = tokens * topk
+    rows = torch.randperm(2 * count, generator=g, device=g.device)
+    token_to_pos = rows[:count].view(tokens, topk).int()
+    lost = torch.rand(tokens, topk, generator=g, device=g.device) < dropped
+    x = torch.randn(2 * count, dim, generator=g, device=g.device).to(dtype)
+    x[rows[count:]] = float("nan")
     ours = torch.randn(tokens, dim, generator=g, device=g.device).bfloat16()
-    return {"x": x, "token_to_pos": routing[2], "shared": ours if shared else None}
+    token_to_pos = torch.where(lost, -1, token_to_pos).int()
+    return {"x": x, "token_to_pos": token_to_pos, "shared": ours if shared else None}
 
 
 def _combine(
