@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -183,7 +185,7 @@ def verify_drafts(
     next_token = torch.full((requests,), -1, dtype=torch.int64, device=logits.device)
     row_status = torch.zeros_like(accept_len)
     spans = cu_rows.tolist()
-    for b, (start, end) in enumerate(zip(spans[:-1], spans[1:], strict=True)):
+    for b, (start, end) in enumerate(itertools.pairwise(spans)):
         if end <= start:
             continue
         row = start
