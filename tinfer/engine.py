@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tinfer import ops
 from tinfer.cache import Cache, CacheSize
+from tinfer.compat.masses import status_text
 from tinfer.model.batch import Batch, ImageRows, Trace, no_trace
 from tinfer.model.build import Model
 
@@ -103,6 +104,11 @@ class Engine:
     def __init__(self, model: Model, size: CacheSize, trace: Trace = no_trace) -> None:
         self.model, self.size, self.trace = model, size, trace
         self.cache = Cache(model.config, size, model.device)
+        self._cancelled: set[int] = set()
+
+    def cancel(self, request: int) -> None:
+        """End a request of the running `generate` after its newest token."""
+        self._cancelled.add(request)
 
     def check(self, request: Request) -> None:
         """ValueError for a request that this engine cannot run."""
@@ -121,6 +127,7 @@ class Engine:
         """Yield every request's tokens as they come; all requests are checked first."""
         for request in requests:
             self.check(request)
+        self._cancelled.clear()
         waiting = deque(enumerate(requests))
         free = list(range(self.size.sequences))
         active: list[_Sequence] = []
@@ -130,7 +137,7 @@ class Engine:
                 active.append(_Sequence(index, request, free.pop(0)))
             for step in self._step(active):
                 yield step
-                if step.finish_reason is not None:
+                if step.finish_reason is not None or step.request in self._cancelled:
                     ended = next(s for s in active if s.index == step.request)
                     active.remove(ended)
                     free.append(ended.slot)
@@ -250,7 +257,7 @@ class Engine:
         if params.max_new_tokens == 0:
             return Step(s.index, None, logits, None, (), "length", prompt_logits)
         if status != 0 and len(s.generated) >= len(s.request.force_ids):
-            reason = f"error: logits are {ops.status_text(status)}"
+            reason = f"error: logits are {status_text(status)}"
             return Step(s.index, None, logits, None, (), reason, prompt_logits)
         s.generated.append(token)
         reason = None

@@ -39,6 +39,11 @@ class Policy:
     overrides: dict[str, str] = field(default_factory=dict)
     strict: bool = False
 
+    @property
+    def spec(self) -> str:
+        """The text that parses to this policy, strictness aside."""
+        return ",".join([self.default, *(f"{op}={impl}" for op, impl in self.overrides.items())])
+
     @classmethod
     def parse(cls, spec: str, strict: bool = False) -> Policy:
         """Read `auto|triton|ref[,op=triton|ref]...`; ValueError names the wrong item."""

@@ -93,6 +93,12 @@ def hash_constants(config: ModelConfig) -> HashConstants:
     return HashConstants(multipliers, primes, columns.cumsum(1) - columns)
 
 
+def table_rows(layers: int, orders: int, heads: int, start: int) -> list[int]:
+    """Rows of each layer's table: the sum of its primes."""
+    rows: list[int] = _primes(layers, orders, heads, start).flatten(1).sum(1).tolist()
+    return rows
+
+
 def _multipliers(layer: int, order: int, size: int) -> np.ndarray:
     """Odd, and so small that their product with a compressed id fits int64."""
     bound = max(1, (2**63 - 1) // size // 2)

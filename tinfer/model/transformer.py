@@ -82,10 +82,8 @@ class Transformer:
         stream = leave(y, stream, mix)
         self._trace_out(batch, len(self.blocks) - 1, stream, mix.pre)
         x = ops.hc_collapse_norm(stream, mix.pre, self.norm, cfg.norm_eps)
-        hidden = Hidden(trace("final_hidden", x), torch.cat(taps, dim=-1) if taps else None)
-        if hidden.taps is not None:
-            trace("main_hidden", hidden.taps)
-        return hidden
+        main = trace("main_hidden", torch.cat(taps, dim=-1)) if taps else None
+        return Hidden(trace("final_hidden", x), main)
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 `[T, V]` of normed hidden rows."""

@@ -1,0 +1,421 @@
+"""`python -m tinfer.generate`: prompts in, tokens out.
+
+python -m tinfer.generate --model DIR --prompt "…"
+python -m tinfer.generate --model DIR --ids 0,128803,17607 --temperature 0 --output json
+python -m tinfer.generate --model DIR --interactive
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tinfer import registry
+from tinfer.chat import Prompt, TextStream, Tokenizer, parse_completion, render
+from tinfer.engine import Engine, Request, SamplingParams, Step
+from tinfer.model.batch import no_trace
+from tinfer.runtime import Loaded, make_engine, open_model, pick_device
+from tinfer.trace import Dump
+
+DEFAULT_NEW_TOKENS = 200
+
+
+# ---------------------------------------------------------------- arguments
+class _Parser(argparse.ArgumentParser):
+    """One line per mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be integers with commas, got {text!r}") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = _Parser(prog="python -m tinfer.generate", description=__doc__.splitlines()[0])
+    p.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    what = p.add_argument_group("what to continue")
+    what.add_argument("--prompt", action="append", default=[], help="a user message; repeatable")
+    what.add_argument(
+        "--prompt-file", type=Path, help="one prompt a line, or .jsonl: one conversation a line"
+    )
+    what.add_argument("--interactive", action="store_true", help="talk; Ctrl-C stops an answer")
+    what.add_argument("--ids", type=_ids, action="append", default=[], help="raw ids; repeatable")
+    what.add_argument("--force-ids", type=_ids, default=[], help="ids to take before sampling")
+    what.add_argument("--raw", action="store_true", help="no conversation around --prompt")
+    what.add_argument("--system", help="system message")
+    what.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=False)
+    what.add_argument("--effort", help="1..100, low, high or max; with --thinking")
+    how = p.add_argument_group("how tokens are chosen")
+    how.add_argument("--max-new-tokens", type=int, help=f"default {DEFAULT_NEW_TOKENS}")
+    how.add_argument("--temperature", type=float, default=1.0, help="0: argmax")
+    how.add_argument("--top-p", type=float, default=1.0)
+    how.add_argument("--top-k", type=int, default=0, help="0: off")
+    how.add_argument("--min-p", type=float, default=0.0)
+    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
+    how.add_argument("--ignore-eos", action="store_true")
+    where = p.add_argument_group("where and with which kernels")
+    where.add_argument("--device", help="default: the accelerator torch finds, else cpu")
+    where.add_argument(
+        "--kernels", help="auto|triton|ref[,op=triton|ref…]; default: TINFER_KERNELS"
+    )
+    where.add_argument("--strict", action="store_true", help="a fallback to ref is an error")
+    where.add_argument("--max-batch", type=int, default=16, help="requests at once")
+    where.add_argument("--chunk", type=int, default=2048, help="prompt tokens per forward pass")
+    out = p.add_argument_group("output")
+    out.add_argument("--output", choices=("text", "json"), default="text")
+    out.add_argument("--logprobs", type=int, metavar="N", help="with the N most likely tokens")
+    out.add_argument("--logits-out", type=Path, metavar="FILE", help="fp32 logits, safetensors")
+    out.add_argument("--prompt-logits", action="store_true", help="those of the prompt as well")
+    out.add_argument("--dump", type=Path, metavar="DIR", help="every layer's intermediates")
+    out.add_argument("--report-kernels", action="store_true", help="which implementation ran")
+    out.add_argument("--quiet", action="store_true", help="no progress bar, no statistics")
+    return p
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Mistakes that need no model to be seen."""
+    sources = [bool(args.prompt), args.prompt_file is not None, bool(args.ids), args.interactive]
+    if sum(sources) != 1:
+        raise ValueError("give exactly one of --prompt, --prompt-file, --ids, --interactive")
+    if args.prompt_logits and args.logits_out is None:
+        raise ValueError("--prompt-logits needs --logits-out")
+    for name in ("max_batch", "chunk"):
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be positive, got {getattr(args, name)}")
+
+
+def _effort(text: str | None) -> int | str | None:
+    return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+# ---------------------------------------------------------------- requests
+@dataclass(frozen=True)
+class _Template:
+    """What all requests of a run share."""
+
+    args: argparse.Namespace
+    loaded: Loaded
+
+    def params(self) -> SamplingParams:
+        a = self.args
+        new = a.max_new_tokens
+        if new is None:
+            new = len(a.force_ids) + 1 if a.force_ids else DEFAULT_NEW_TOKENS
+        stop_ids = () if a.ignore_eos else self.loaded.eos_ids()
+        return SamplingParams(
+            a.temperature, a.top_p, a.top_k, a.min_p, a.seed, new, stop_ids, a.logprobs
+        )
+
+    def tokenizer(self) -> Tokenizer:
+        if self.loaded.tokenizer is None:
+            raise ValueError("tokenizer.json is missing in the checkpoint; only --ids can be used")
+        return self.loaded.tokenizer
+
+    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+        """A conversation, with the run's system message in front unless it has its own."""
+        if self.args.system is not None and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.args.system}, *messages]
+        prompt: Prompt = render(messages, self.args.thinking, _effort(self.args.effort))
+        return prompt.encode(self.tokenizer())
+
+    def prompt_ids(self, text: str) -> list[int]:
+        if self.args.raw:
+            return self.tokenizer().encode(text)
+        return self.encode([{"role": "user", "content": text}])
+
+    def request(self, ids: Sequence[int], params: SamplingParams) -> Request:
+        return Request(ids, params, self.args.force_ids, self.args.prompt_logits)
+
+
+def _file_prompts(path: Path, template: _Template) -> Iterator[list[int]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompt-file {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield template.prompt_ids(line)
+            continue
+        try:
+            case = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--prompt-file {path}:{number} is not JSON: {error}") from error
+        messages = case.get("messages") if isinstance(case, dict) else case
+        if not isinstance(messages, list):
+            raise ValueError(f"--prompt-file {path}:{number} must be a message list, or have one")
+        yield template.encode(messages)
+
+
+def _requests(template: _Template) -> list[Request]:
+    args = template.args
+    if args.ids:
+        prompts = list(args.ids)
+    elif args.prompt_file is not None:
+        prompts = list(_file_prompts(args.prompt_file, template))
+        if not prompts:
+            raise ValueError(f"--prompt-file {args.prompt_file} has no prompts")
+    else:
+        prompts = [template.prompt_ids(text) for text in args.prompt]
+    params = template.params()
+    return [template.request(ids, params) for ids in prompts]
+
+
+# ---------------------------------------------------------------- results
+@dataclass
+class _Result:
+    """What one request has produced so far."""
+
+    request: Request
+    stream: TextStream | None
+    started: float
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    prompt_logits: Tensor | None = None
+    finish_reason: str | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+    def add(self, step: Step, keep_logits: bool) -> str:
+        """Take a step in; return the text that has become certain."""
+        now = time.perf_counter()
+        self.first_token = self.first_token or now
+        if keep_logits:
+            self.logits.append(step.logits.float().cpu())
+        if step.prompt_logits is not None:
+            self.prompt_logits = step.prompt_logits.float().cpu()
+        new = ""
+        if step.token is not None:
+            self.ids.append(step.token)
+            is_stop = step.finish_reason == "stop"  # the end marker is an id, not text
+            if self.stream is not None and not is_stop:
+                new = self.stream.push(step.token)
+        if step.logprob is not None:
+            self.logprobs.append(step.logprob)
+            self.top_logprobs.append(list(step.top_logprobs))
+        self.finish_reason = step.finish_reason
+        if self.stream is not None and self.stream.stopped is not None:
+            self.finish_reason = "stop"
+        if self.finish_reason is not None:
+            self.ended = now
+            new += self.stream.finish() if self.stream is not None else ""
+        self.text += new
+        return new
+
+    def record(self, load_seconds: float) -> dict[str, Any]:
+        """The JSON object of this request."""
+        first, end = self.first_token or self.started, self.ended or time.perf_counter()
+        decode, prompt = end - first, self.request.prompt_ids
+        wanted = self.request.params.logprobs is not None
+        return {
+            "prompt_ids": list(prompt),
+            "ids": self.ids,
+            "text": self.text if self.stream is not None else None,
+            "logprobs": self.logprobs if wanted else None,
+            "top_logprobs": [dict(t) for t in self.top_logprobs] if wanted else None,
+            "finish_reason": self.finish_reason,
+            "usage": {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": len(self.ids),
+                "total_tokens": len(prompt) + len(self.ids),
+            },
+            "timing": {
+                "load_s": round(load_seconds, 4),
+                "first_token_s": round(first - self.started, 4),
+                "decode_s": round(decode, 4),
+                "decode_tokens_per_s": round((len(self.ids) - 1) / decode, 2) if decode else None,
+            },
+        }
+
+
+def _run(
+    engine: Engine, template: _Template, requests: list[Request]
+) -> Iterator[tuple[int, _Result, str]]:
+    """`(request, its result, new text)` for every step."""
+    args, tokenizer = template.args, template.loaded.tokenizer
+    started = time.perf_counter()
+    results = [
+        _Result(r, TextStream(tokenizer, args.stop) if tokenizer else None, started)
+        for r in requests
+    ]
+    for step in engine.generate(requests):
+        result = results[step.request]
+        new = result.add(step, args.logits_out is not None)
+        if result.finish_reason is not None and step.finish_reason is None:
+            engine.cancel(step.request)
+        yield step.request, result, new
+
+
+def _save_logits(path: Path, results: list[_Result]) -> None:
+    """`logits` and `prompt_logits`; with several requests, `.0`, `.1`, … behind the names."""
+    tensors = {}
+    for i, result in enumerate(results):
+        suffix = f".{i}" if len(results) > 1 else ""
+        tensors[f"logits{suffix}"] = torch.stack(result.logits)
+        if result.prompt_logits is not None:
+            tensors[f"prompt_logits{suffix}"] = result.prompt_logits
+    try:
+        save_file(tensors, str(path))
+    except Exception as error:  # safetensors raises its own type for a path it cannot write
+        raise ValueError(f"--logits-out {path} cannot be written: {error}") from error
+
+
+def _batch(template: _Template) -> int:
+    args = template.args
+    requests = _requests(template)
+    trace = Dump(args.dump) if args.dump is not None else no_trace
+    engine, load_seconds = make_engine(
+        template.loaded,
+        requests,
+        max_batch=args.max_batch,
+        chunk=args.chunk,
+        quiet=args.quiet,
+        trace=trace,
+    )
+    results: dict[int, _Result] = {}
+    printed = 0
+    streaming = args.output == "text" and len(requests) == 1
+    for index, result, new in _run(engine, template, requests):
+        results[index] = result
+        if streaming:
+            _write(new)
+        while printed in results and results[printed].finish_reason is not None:
+            if not streaming:
+                _print_result(args, results[printed], printed, len(requests), load_seconds)
+            printed += 1
+    done = [results[i] for i in range(len(requests))]
+    if streaming:
+        _write("\n" if done[0].stream is not None else f"{done[0].ids}\n")
+    if args.logits_out is not None:
+        _save_logits(args.logits_out, done)
+    _statistics(args, done, load_seconds)
+    failed = [r.finish_reason for r in done if (r.finish_reason or "").startswith("error")]
+    for reason in failed:
+        sys.stderr.write(f"{reason}\n")
+    return 1 if failed else 0
+
+
+def _print_result(
+    args: argparse.Namespace, result: _Result, index: int, count: int, load_seconds: float
+) -> None:
+    if args.output == "json":
+        _write(json.dumps(result.record(load_seconds), ensure_ascii=False) + "\n")
+        return
+    head = f"[{index}] " if count > 1 else ""
+    _write(f"{head}{result.text if result.stream is not None else result.ids}\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _statistics(args: argparse.Namespace, results: list[_Result], load_seconds: float) -> None:
+    if args.report_kernels:
+        sys.stderr.write(registry.report() + "\n")
+    if args.quiet:
+        return
+    start = min(r.started for r in results)
+    first = max(r.first_token or start for r in results)
+    end = max(r.ended or start for r in results)
+    prompt = sum(len(r.request.prompt_ids) for r in results)
+    new = sum(len(r.ids) for r in results)
+    rate = (new - len(results)) / (end - first) if end > first else 0.0
+    sys.stderr.write(
+        f"loaded in {load_seconds:.2f} s; {prompt} prompt tokens to the first token in "
+        f"{first - start:.2f} s; {new} new tokens, {rate:.1f} tokens/s in decode\n"
+    )
+
+
+# ---------------------------------------------------------------- conversation
+def _interactive(template: _Template) -> int:
+    """A dialogue on the terminal. Ctrl-C stops the answer; Ctrl-D or /exit leaves."""
+    args, loaded = template.args, template.loaded
+    params = template.params()
+    template.encode([{"role": "user", "content": "?"}])  # fails here if it cannot converse
+    room = min(loaded.context, 65536)
+    probe = template.request([0] * 1, replace(params, max_new_tokens=room - 1))
+    engine, _ = make_engine(loaded, [probe], max_batch=1, chunk=args.chunk, quiet=args.quiet)
+    history: list[dict[str, Any]] = []
+    while True:
+        try:
+            line = input(">>> ")
+        except (EOFError, KeyboardInterrupt):
+            _write("\n")
+            return 0
+        if line.strip() == "/exit":
+            return 0
+        if line.strip() == "/clear":
+            history.clear()
+            continue
+        if line.strip():
+            _turn(engine, template, params, history, line)
+
+
+def _turn(
+    engine: Engine,
+    template: _Template,
+    params: SamplingParams,
+    history: list[dict[str, Any]],
+    line: str,
+) -> None:
+    """One question and its answer; an answer that is stopped is kept as far as it got."""
+    history.append({"role": "user", "content": line})
+    ids = template.encode(history)
+    if len(ids) >= engine.size.length:
+        history.pop()
+        _write(f"the conversation has filled the context of {engine.size.length}; /clear it\n")
+        return
+    result: _Result | None = None
+    try:
+        for _, result, new in _run(engine, template, [template.request(ids, params)]):
+            _write(new)
+    except KeyboardInterrupt:
+        _write(" …")
+    _write("\n")
+    answer = parse_completion(result.text if result is not None else "", template.args.thinking)
+    history.append(answer.message())
+
+
+# ---------------------------------------------------------------- main
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; 0 done, 1 a request failed, 2 bad input (one line says what)."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        _check_arguments(args)
+        policy = registry.current_policy()
+        spec = args.kernels if args.kernels is not None else policy.spec
+        with registry.use_kernels(spec, strict=args.strict or policy.strict):
+            template = _Template(args, open_model(args.model, pick_device(args.device)))
+            template.params()  # a wrong parameter is seen before anything loads
+            return _interactive(template) if args.interactive else _batch(template)
+    except (ValueError, registry.UnsupportedError) as error:
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
