@@ -104,7 +104,7 @@ def candidate_blocks(scores: Tensor, lengths: Tensor, block_size: int, k: int) -
     valid = (torch.arange(n, device=scores.device) < lengths[:, None]) & ~scores.isnan()
     masked = scores.masked_fill(~valid, float("-inf"))
     masked = torch.nn.functional.pad(masked, (0, -n % block_size), value=float("-inf"))
-    best = masked.view(tokens, -1, block_size).amax(-1)
+    best = masked.view(tokens, masked.shape[1] // block_size, block_size).amax(-1)
     newest = (lengths.long() + block_size - 1) // block_size - 1  # -1 for an empty row
     out = torch.full((tokens, k), -1, dtype=torch.int64, device=scores.device)
     if k > 1 and n:

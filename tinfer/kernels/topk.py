@@ -1,0 +1,397 @@
+"""Top-k positions of long rows, candidate blocks, and the compact columns they give.
+
+Memory: scores fp32 [T, N], any row stride; outputs int32. Rows longer than a program's block are
+cut into segments: each keeps its own top k as (key, index) pairs in index order, and the pairs
+are selected from again, until one block is left. The total order (score descending, index
+ascending) makes the outcome independent of the cutting.
+
+Selection: a score's bits become a signed integer key of the same order; the k-th largest key is
+found by bisection, counting keys that a program holds in registers; a prefix sum of the chosen,
+in index order, gives each its place. Ties at the k-th key are taken from the left.
+
+Numerics: exact. Source: `tinfer.compat.topk`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat import topk as ref
+
+MAX_PROGRAMS = 65535
+MAX_K = 4096
+_LOWEST = tl.constexpr(-(2**31))  # key of what is not valid; -inf has a higher one
+
+
+@triton.jit
+def _key(score, valid):
+    """int32 keys ordered like the fp32 scores, -0 like 0; _LOWEST for NaN and the invalid."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(valid & (score == score), key, _LOWEST)
+
+
+@triton.jit
+def _threshold(key, k):
+    """(least, ties, need): choose the keys >= least, and `need` of those equal to `ties`."""
+    count = tl.sum((key > _LOWEST).to(tl.int32), axis=0)  # keys >= low
+    low = count * 0 + (_LOWEST + 1)
+    high = tl.max(key, axis=0) + 1
+    above = count * 0  # keys >= high
+    while (count > k) & (high != low + 1):
+        middle = (low & high) + ((low ^ high) >> 1)
+        here = tl.sum((key >= middle).to(tl.int32), axis=0)
+        if here >= k:
+            low, count = middle, here
+        else:
+            high, above = middle, here
+    exact = count <= k
+    least = tl.where(exact, low, high)
+    ties = tl.where(exact, _LOWEST, low)
+    return least, ties, tl.where(exact, 0, k - above)
+
+
+@triton.jit
+def _places(key, least, ties, need):
+    """(chosen, place of the chosen in index order, how many)."""
+    sure = (key >= least).to(tl.int32)
+    tie = ((key == ties) & (key > _LOWEST)).to(tl.int32)
+    running = tl.cumsum(sure * 65536 + tie, axis=0)
+    tie_rank, sure_rank = running & 0xFFFF, running >> 16
+    chosen = (sure != 0) | ((tie != 0) & (tie_rank <= need))
+    place = sure_rank + tl.minimum(tie_rank, need) - 1
+    return chosen, place, tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _blocks(length, most, SIZE: tl.constexpr):
+    """Blocks of SIZE that hold `length` positions, 0 to `most`."""
+    return tl.minimum((tl.maximum(length, 0) + SIZE - 1) // SIZE, most)
+
+
+@triton.jit(do_not_specialize=["tasks", "columns", "width", "k"])
+def _topk_kernel(
+    scores_ptr,  # fp32 [T, N], or int32 keys [T, segments * kept]
+    indices_ptr,  # int32 indices beside the keys, or None
+    lengths_ptr,  # int32 [T] beside scores
+    offset_ptr,  # int32 [T] or None
+    keys_out_ptr,  # int32 [T, SEGMENTS * KEPT] for the next pass, or None
+    out_ptr,  # int32 [T, k], or indices for the next pass
+    tasks,
+    columns,
+    width,  # columns of the scores, in every pass
+    k,
+    row_stride,
+    out_stride,
+    out_step,
+    SEGMENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
+    PIN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        row = tl.zeros((), tl.int64) + task // SEGMENTS
+        start = (task % SEGMENTS) * BLOCK
+        lane = tl.arange(0, BLOCK)
+        at = row * row_stride + start
+        if indices_ptr is None:
+            visible = tl.minimum(tl.load(lengths_ptr + row), width)
+            if PIN > 0:
+                visible = tl.maximum(_blocks(tl.load(lengths_ptr + row), width, PIN) - 1, 0)
+            limit = tl.maximum(visible - start, 0)
+            readable = (limit + 15) // 16 * 16 if ALIGNED else limit
+            score = tl.load(scores_ptr + at + lane, mask=lane < readable, other=0.0)
+            key = _key(score, lane < limit)
+            index = start + lane
+        else:
+            readable = columns - start
+            key = tl.load(scores_ptr + at + lane, mask=lane < readable, other=_LOWEST)
+            index = tl.load(indices_ptr + at + lane, mask=lane < readable, other=-1)
+        least, ties, need = _threshold(key, k)
+        chosen, place, count = _places(key, least, ties, need)
+        chosen = chosen & (place < k)
+        count = tl.minimum(count, k)
+        filler = tl.arange(0, KEPT_BLOCK)
+        if keys_out_ptr is not None:
+            base = row * out_stride + (task % SEGMENTS) * KEPT
+            tl.store(keys_out_ptr + base + place, key, mask=chosen)
+            tl.store(out_ptr + base + place, index, mask=chosen)
+            empty = tl.full([KEPT_BLOCK], _LOWEST, tl.int32)
+            tl.store(keys_out_ptr + base + filler, empty, mask=(filler >= count) & (filler < KEPT))
+        else:
+            base = out_ptr + row * out_stride
+            if offset_ptr is not None:
+                index += tl.load(offset_ptr + row)
+            tl.store(base + place * out_step, index, mask=chosen)
+            if PIN > 0:
+                newest = _blocks(tl.load(lengths_ptr + row), width, PIN) - 1
+                pin = tl.where(filler == count, newest, -1)
+                tl.store(base + filler * out_step, pin, mask=(filler >= count) & (filler <= k))
+            else:
+                none = tl.full([KEPT_BLOCK], -1, tl.int32)
+                tl.store(base + filler * out_step, none, mask=(filler >= count) & (filler < k))
+
+
+@triton.jit(do_not_specialize=["tasks", "columns", "blocks", "tiles"])
+def _block_max_kernel(
+    scores_ptr,  # fp32 [T, N]
+    lengths_ptr,  # int32 [T]
+    best_ptr,  # fp32 [T, blocks]
+    tasks,
+    columns,
+    blocks,
+    row_stride,
+    best_stride,
+    tiles,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        row = tl.zeros((), tl.int64) + task // tiles
+        block = (task % tiles) * BLOCKS + tl.arange(0, BLOCKS)
+        inside = tl.arange(0, SIZE_BLOCK)
+        column = block[:, None] * SIZE + inside[None, :]
+        limit = tl.minimum(tl.load(lengths_ptr + row), columns)
+        readable = (limit + 15) // 16 * 16 if ALIGNED else limit
+        mask = (column < readable) & (inside < SIZE)[None, :]
+        score = tl.load(scores_ptr + row * row_stride + column, mask=mask, other=0.0)
+        valid = (column < limit) & (inside < SIZE)[None, :] & (score == score)
+        best = tl.max(tl.where(valid, score, float("-inf")), axis=1)
+        tl.store(best_ptr + row * best_stride + block, best, mask=block < blocks)
+
+
+@triton.jit(do_not_specialize=["total"])
+def _candidate_lengths_kernel(
+    lengths_ptr, out_ptr, total, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    length = tl.load(lengths_ptr + at, mask=at < total, other=0)
+    positive = tl.maximum(length, 1)
+    kept = tl.minimum((positive - 1) // SIZE + 1, K)
+    compact = SIZE * (kept - 1) + (positive - 1) % SIZE + 1
+    tl.store(out_ptr + at, tl.where(length > 0, compact, 0), mask=at < total)
+
+
+@triton.jit(do_not_specialize=["total", "k", "blocks"])
+def _restore_candidates_kernel(
+    ids_ptr,  # int32 [T, k]
+    blocks_ptr,  # int32 [T, nb]
+    out_ptr,  # int32 [T, k], may be ids
+    total,
+    k,
+    blocks,
+    ids_stride,
+    ids_step,
+    blocks_stride,
+    out_stride,
+    out_step,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
+        flat = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = flat < total
+        row, column = (flat // k).to(tl.int64), flat % k
+        ids = tl.load(ids_ptr + row * ids_stride + column * ids_step, mask=inside, other=-1)
+        valid = (ids >= 0) & (ids < blocks * SIZE)
+        ids = tl.where(valid, ids, 0)
+        block = tl.load(blocks_ptr + row * blocks_stride + ids // SIZE, mask=valid, other=-1)
+        restored = tl.where(block >= 0, block * SIZE + ids % SIZE, -1)
+        tl.store(out_ptr + row * out_stride + column * out_step, restored, mask=inside)
+
+
+# ---------------------------------------------------------------- launching
+def _topk_tiles(rows: int, columns: int) -> tuple[int, int]:
+    """(block, warps) of one pass: a row's keys in registers, 32 to 64 a thread."""
+    block = min(16384, max(256, triton.next_power_of_2(columns)))
+    return block, min(16, max(4, block // 1024))
+
+
+def _readable(scores: Tensor) -> bool:
+    """Whether every row may be read up to the next multiple of 16 columns."""
+    rows, columns = scores.shape
+    end = scores.storage_offset() + (rows - 1) * scores.stride(0) + -(-columns // 16) * 16
+    return (
+        scores.stride(0) % 16 == 0
+        and scores.storage_offset() % 4 == 0
+        and end * 4 <= scores.untyped_storage().nbytes()
+    )
+
+
+def _select(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    offset: Tensor | None,
+    out: Tensor,
+    pin: int = 0,
+) -> None:
+    """Passes of `_topk_kernel` over [T, N]; `pin` is the block size of candidate blocks, or 0."""
+    rows, columns = scores.shape
+    keys, indices = scores, None
+    kept = max(16, -(-k // 16) * 16)
+    while True:
+        block, warps = _topk_tiles(rows, columns)
+        segments = max(1, triton.cdiv(columns, block))
+        last = segments == 1
+        keys_out = index_out = None
+        if not last:
+            keys_out = lengths.new_empty(rows, segments * kept)
+            index_out = torch.empty_like(keys_out)
+        target = out if last else index_out
+        _topk_kernel[(min(rows * segments, MAX_PROGRAMS),)](
+            keys,
+            indices,
+            lengths,
+            offset if last else None,
+            keys_out,
+            target,
+            rows * segments,
+            columns,
+            scores.shape[1],
+            k,
+            keys.stride(0),
+            target.stride(0),
+            target.stride(1),
+            SEGMENTS=segments,
+            BLOCK=block,
+            KEPT=kept,
+            KEPT_BLOCK=triton.next_power_of_2(kept + 1 if pin else kept),
+            PIN=pin,
+            ALIGNED=_readable(keys),
+            num_warps=warps,
+        )
+        if last:
+            return
+        keys, indices, columns = keys_out, index_out, segments * kept
+
+
+def supports_topk_indices(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    offset: Tensor | None = None,
+    out: Tensor | None = None,
+) -> str | None:
+    """Columns contiguous, k at most 4096."""
+    if scores.dim() == 2 and scores.stride(1) != 1:
+        return "columns of scores are not contiguous"
+    if k > MAX_K:
+        return f"k above {MAX_K}"
+    return None
+
+
+def topk_indices(
+    scores: Tensor,
+    lengths: Tensor,
+    k: int,
+    offset: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    ref.check_topk_indices(scores, lengths, k, offset, out)
+    if out is None:
+        out = torch.empty(len(scores), k, dtype=torch.int32, device=scores.device)
+    if len(scores):
+        offset = None if offset is None else offset.contiguous()
+        _select(scores, lengths.contiguous(), k, offset, out)
+    return out
+
+
+def supports_candidate_blocks(
+    scores: Tensor, lengths: Tensor, block_size: int, k: int
+) -> str | None:
+    """As topk_indices."""
+    return supports_topk_indices(scores, lengths, k)
+
+
+def candidate_blocks(scores: Tensor, lengths: Tensor, block_size: int, k: int) -> Tensor:
+    ref.check_candidate_blocks(scores, lengths, block_size, k)
+    rows, columns = scores.shape
+    out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if not rows:
+        return out
+    lengths = lengths.contiguous()
+    blocks = triton.cdiv(columns, block_size)
+    best = scores.new_empty(rows, max(16, -(-blocks // 16) * 16))[:, :blocks]
+    size_block = triton.next_power_of_2(block_size)
+    per_tile = max(1, 2048 // size_block)
+    tiles = triton.cdiv(blocks, per_tile)
+    if blocks:
+        _block_max_kernel[(min(rows * tiles, MAX_PROGRAMS),)](
+            scores,
+            lengths,
+            best,
+            rows * tiles,
+            columns,
+            blocks,
+            scores.stride(0),
+            best.stride(0),
+            tiles,
+            SIZE=block_size,
+            SIZE_BLOCK=size_block,
+            BLOCKS=per_tile,
+            ALIGNED=_readable(scores),
+            num_warps=4,
+        )
+    _select(best, lengths, k - 1, None, out, pin=block_size)
+    return out
+
+
+def supports_candidate_lengths(lengths: Tensor, block_size: int, k: int) -> str | None:
+    """Everything."""
+    return None
+
+
+def candidate_lengths(lengths: Tensor, block_size: int, k: int) -> Tensor:
+    ref.check_candidate_lengths(lengths, block_size, k)
+    out = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), 256),)
+        _candidate_lengths_kernel[grid](
+            lengths.contiguous(), out, out.numel(), K=k, SIZE=block_size, BLOCK=256
+        )
+    return out
+
+
+def supports_restore_candidates(
+    ids: Tensor, blocks: Tensor, block_size: int, out: Tensor | None = None
+) -> str | None:
+    """Rows of blocks contiguous; element numbers in int32."""
+    if blocks.dim() == 2 and blocks.stride(1) != 1:
+        return "rows of blocks are not contiguous"
+    if ids.numel() >= 2**31:
+        return "2^31 ids or more"
+    return None
+
+
+def restore_candidates(
+    ids: Tensor, blocks: Tensor, block_size: int, out: Tensor | None = None
+) -> Tensor:
+    ref.check_restore_candidates(ids, blocks, block_size, out)
+    if out is None:
+        out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+    if ids.numel():
+        grid = (min(triton.cdiv(ids.numel(), 1024), MAX_PROGRAMS),)
+        _restore_candidates_kernel[grid](
+            ids,
+            blocks,
+            out,
+            ids.numel(),
+            ids.shape[1],
+            blocks.shape[1],
+            ids.stride(0),
+            ids.stride(1),
+            blocks.stride(0),
+            out.stride(0),
+            out.stride(1),
+            SIZE=block_size,
+            BLOCK=1024,
+        )
+    return out
