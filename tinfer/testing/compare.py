@@ -107,3 +107,26 @@ def assert_same_values(actual: Tensor, expected: Tensor, name: str = "output") -
         nan = actual.isnan() & expected.isnan()
         actual, expected = actual.masked_fill(nan, 0), expected.masked_fill(nan, 0)
     assert_exact(actual, expected, name)
+
+
+def _plain_product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """torch's own product of the operands: bf16 ones with fp32 accumulation, fp32 ones as such."""
+    if a.dtype == b.dtype == torch.bfloat16:
+        if out_dtype == torch.bfloat16:
+            return a @ b.t()
+        if a.is_cuda:
+            return torch.mm(a, b.t(), out_dtype=out_dtype)  # type: ignore[call-overload, no-any-return]
+    return (a.float() @ b.float().t()).to(out_dtype)
+
+
+def assert_product(actual: Tensor, a: Tensor, b: Tensor, name: str = "product") -> None:
+    """`actual` is a @ b.T: relative L2 to fp64 at most twice that of torch's own product.
+
+    The operands are exact (bf16, or fp32 where the op takes fp32). The floor of 4 * 2^-24 only
+    matters where torch's product is nearly exact, as for one or two columns.
+    """
+    exact = a.double() @ b.double().t()
+    assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, want {exact.shape}"
+    plain = errors(_plain_product(a, b, actual.dtype), exact)[0]
+    got, bound = errors(actual, exact)[0], 2 * plain + 4 * FP32_EPS
+    assert got <= bound, f"{name}: rel_l2 to fp64 {got:.2e}, bound {bound:.2e}, torch {plain:.2e}"

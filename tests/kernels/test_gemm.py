@@ -1,0 +1,157 @@
+"""Dense projections: golden vectors, parity with fp64, edges, portability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.data.golden.check_golden import Golden, OpCase
+from tests.kernels.parity import check_parity
+from tinfer import ops, registry
+from tinfer.formats import as_bytes
+from tinfer.registry import use_kernels
+from tinfer.testing.aot import TARGETS, check_family
+from tinfer.testing.cases import Case, cases
+
+CASES = cases(family="gemm")
+GOLDEN = Golden("tests/data/golden")
+IMPLEMENTATIONS = ("ref", pytest.param("triton", marks=pytest.mark.interpret))
+DTYPES = {"c_bf16": torch.bfloat16, "c_f32": torch.float32}
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", [c for c in CASES if not c.real], ids=lambda c: c.id)
+def test_parity(case: Case, seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(case, seed, device, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES if c.real], ids=lambda c: c.id)
+def test_parity_real(case: Case, seed: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parity(case, seed, device, monkeypatch)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles(target: str) -> None:
+    check_family("gemm", target)
+
+
+# ---------------------------------------------------------------- golden vectors
+def _golden(op: str) -> list[OpCase]:
+    return [
+        c
+        for c in GOLDEN.ops(op)
+        if all(v.dtype != torch.float32 for n, v in c.inputs.items() if n.endswith("_s"))
+    ]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", _golden("fp8_gemm") + _golden("fp4_gemm"), ids=lambda c: c.case)
+def test_golden_gemm(case: OpCase, impl: str, device: str) -> None:
+    op = ops.linear_fp8 if case.op == "fp8_gemm" else ops.linear_fp4
+    a = [as_bytes(case.inputs[n]).to(device) for n in ("a", "a_s", "b", "b_s")]
+    with use_kernels(impl):
+        case.check({n: op(*a, out_dtype=DTYPES[n]) for n in case.outputs})
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", GOLDEN.ops("linear"), ids=lambda c: c.case)
+def test_golden_linear(case: OpCase, impl: str, device: str) -> None:
+    x, weight = case.inputs["x"].to(device), case.inputs["weight"].to(device)
+    rows = x.flatten(0, -2)
+    with use_kernels(impl):
+        if case.params["weight"] == "bf16":
+            y = ops.linear_bf16(rows, weight)
+        elif case.params["weight"].startswith("f32"):
+            y = ops.linear_fp32(rows, weight)
+        else:
+            op = ops.linear_fp8 if case.params["weight"] == "fp8" else ops.linear_fp4
+            q, s = ops.per_token_cast(rows, "e4m3", 32, "ue8m0")
+            y = op(q, s, as_bytes(weight), as_bytes(case.inputs["scale"]).to(device))
+        case.check({"y": y.view(*x.shape[:-1], -1)})
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_golden_wo_a(impl: str, device: str) -> None:
+    """The weight that a product sees is the dequantized one: identity rows read it back."""
+    (case,) = GOLDEN.ops("wo_a_dequant")
+    weight, scale = (as_bytes(case.inputs[n]).to(device) for n in ("weight", "scale"))
+    eye = torch.eye(weight.shape[1], dtype=torch.bfloat16, device=device)[:, None]
+    with use_kernels(impl):
+        case.check({"weight_bf16": ops.linear_grouped(eye, weight, scale)[:, 0].t().contiguous()})
+
+
+# ---------------------------------------------------------------- properties
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_every_code_and_scale_is_exact(impl: str, device: str) -> None:
+    """One column at a time: a product is value times scale, whatever the codes."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    codes = codes[(codes & 127) != 127]
+    one = torch.full((1, 32), 0x38, dtype=torch.uint8, device=device)  # 1.0 in every column
+    one[:, 1:] = 0
+    weight = torch.zeros(len(codes), 32, dtype=torch.uint8, device=device)
+    weight[:, 0] = codes
+    for code in (100, 127, 140):
+        unit = torch.full((1, 1), 127, dtype=torch.uint8, device=device)
+        scale = torch.full((8, 1), code, dtype=torch.uint8, device=device)
+        with use_kernels("ref"):
+            want = ops.linear_fp8(one, unit, weight, scale, torch.float32)
+        with use_kernels(impl):
+            got = ops.linear_fp8(one, unit, weight, scale, torch.float32)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.interpret
+def test_same_bits_on_every_run(device: str, seed: int) -> None:
+    """SP-04, TP-07: no atomics, no tuning at run time."""
+    for name in ("63x96x256", "129x72x96"):
+        (case,) = [c for c in CASES if c.id == f"linear_fp8-{name}"]
+        with use_kernels("triton"):
+            first, second = (ops.linear_fp8(**case.arguments(seed, device)) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+def test_graph_replay_equals_a_call(seed: int) -> None:
+    for case_id in ("linear_fp8-16x4608x5120", "linear_fp8-256x4608x5120"):
+        (case,) = [c for c in CASES if c.id == case_id]
+        a = case.arguments(seed, "cuda")
+        with use_kernels("triton"):
+            want = ops.linear_fp8(**a)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                got = ops.linear_fp8(**a)
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, want)
+
+
+# ---------------------------------------------------------------- errors
+def _fp8_arguments() -> dict[str, torch.Tensor]:
+    zeros = lambda *shape: torch.zeros(*shape, dtype=torch.uint8)  # noqa: E731
+    return {"q": zeros(3, 64), "s": zeros(3, 2), "weight": zeros(40, 64), "scale": zeros(2, 2)}
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"scale": torch.zeros(1, 2, dtype=torch.uint8)},
+            ValueError,
+            r"scale must be of shape \[2, 2\]",
+        ),
+        ({"s": torch.zeros(3, 3, dtype=torch.uint8)}, ValueError, r"s must be of shape \[3, 2\]"),
+        ({"q": torch.zeros(3, 64)}, TypeError, "q must be uint8, got float32"),
+        ({"weight": torch.zeros(40, 32, dtype=torch.uint8)}, ValueError, "weight must be of shape"),
+        ({"out_dtype": torch.float16}, ValueError, "out_dtype must be bfloat16 or float32"),
+    ],
+)
+def test_errors(impl: str, change: dict, error: type[Exception], message: str) -> None:
+    """LD-05: the tile grid is rounded up, and anything else is refused by name."""
+    with use_kernels(impl), pytest.raises(error, match=f"linear_fp8: {message}"):
+        registry.get("linear_fp8").ref(**_fp8_arguments() | change) if impl == "ref" else (
+            registry.get("linear_fp8").kernel(**_fp8_arguments() | change)
+        )
