@@ -14,7 +14,8 @@ derived from its largest magnitude `a`, never below a floor that keeps all-zero 
 ceil(log2) works on the exponent bits, so an exact power of two is not bumped. Values are
 `encode(x / scale)` with the scale as stored, by true division, to nearest with ties to even codes,
 saturating; zero keeps its sign. A NaN or infinity in a group makes the whole group NaN: its
-scale and, in e4m3, all its codes (e2m1 has no NaN: its codes become +6). 
+scale and, in e4m3, all its codes (e2m1 has no NaN: its codes become +6).
+
 Packed scales follow the last dimension; missing bytes of the last word are zero.
 """
 

@@ -85,7 +85,8 @@ def divide(x, scale, inverse, FMT: tl.constexpr, SCALE: tl.constexpr):
         quotient = tl.div_rn(x, scale)
     else:
         product = x * inverse
-        quotient = tl.fma(tl.fma(-product, scale, x), inverse, product)
+        # These signs keep -0: the remainder of a zero is +0.
+        quotient = tl.fma(-tl.fma(product, scale, -x), inverse, product)
     return quotient
 
 
