@@ -1,8 +1,8 @@
 """Requests in, tokens out: chunked prefill, decode in one flat batch, sampling, logprobs.
 
 Each step runs one forward pass over the rows of all active sequences: the next prompt chunk of
-those still in prefill and one token of those that decode. A request's tokens depend on nothing
-but its own prompt, parameters and seed.
+those still in prefill and one token of those that decode. A request's draws depend on its own
+logits, parameters, seed and positions alone, never on what else is in the batch.
 """
 
 from __future__ import annotations
@@ -257,12 +257,17 @@ class Engine:
         if params.max_new_tokens == 0:
             return Step(s.index, None, logits, None, (), "length", prompt_logits)
         if status != 0 and len(s.generated) >= len(s.request.force_ids):
-            reason = f"error: logits are {status_text(status)}"
-            return Step(s.index, None, logits, None, (), reason, prompt_logits)
+            error = f"error: logits are {status_text(status)}"
+            return Step(s.index, None, logits, None, (), error, prompt_logits)
         s.generated.append(token)
-        reason = None
-        if token in params.stop_ids and len(s.generated) > len(s.request.force_ids):
-            reason = "stop"
-        elif len(s.generated) >= params.max_new_tokens or s.done >= self.size.length:
-            reason = "length"
+        reason = self._finish_reason(s, token)
         return Step(s.index, token, logits, *score, reason, prompt_logits)
+
+    def _finish_reason(self, s: _Sequence, token: int) -> str | None:
+        """Why the sequence ends with this token, or None."""
+        params = s.request.params
+        if token in params.stop_ids and len(s.generated) > len(s.request.force_ids):
+            return "stop"
+        if len(s.generated) >= params.max_new_tokens or s.done >= self.size.length:
+            return "length"
+        return None

@@ -72,9 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--ignore-eos", action="store_true")
     where = p.add_argument_group("where and with which kernels")
     where.add_argument("--device", help="default: the accelerator torch finds, else cpu")
-    where.add_argument(
-        "--kernels", help="auto|triton|ref[,op=triton|ref…]; default: TINFER_KERNELS"
-    )
+    where.add_argument("--kernels", help="auto|triton|ref[,op=…]; default: TINFER_KERNELS")
     where.add_argument("--strict", action="store_true", help="a fallback to ref is an error")
     where.add_argument("--max-batch", type=int, default=16, help="requests at once")
     where.add_argument("--chunk", type=int, default=2048, help="prompt tokens per forward pass")
@@ -388,14 +386,15 @@ def _turn(
         history.pop()
         _write(f"the conversation has filled the context of {engine.size.length}; /clear it\n")
         return
-    result: _Result | None = None
+    said: list[str] = []
     try:
-        for _, result, new in _run(engine, template, [template.request(ids, params)]):
+        for _, _, new in _run(engine, template, [template.request(ids, params)]):
+            said.append(new)
             _write(new)
     except KeyboardInterrupt:
         _write(" …")
     _write("\n")
-    answer = parse_completion(result.text if result is not None else "", template.args.thinking)
+    answer = parse_completion("".join(said), template.args.thinking)
     history.append(answer.message())
 
 

@@ -21,7 +21,16 @@ ROOT = Path(__file__).parents[1] / "data" / "golden"
 sys.path.insert(0, str(ROOT))
 from check_golden import Golden, ModelRun, compare  # noqa: E402
 
-__all__ = ["ROOT", "GoldenRun", "ModelRun", "compare", "golden_runs", "load_model", "token_map"]
+__all__ = [
+    "ROOT",
+    "Golden",
+    "GoldenRun",
+    "ModelRun",
+    "compare",
+    "golden_runs",
+    "load_model",
+    "token_map",
+]
 
 
 def token_map(directory: Path, config: ModelConfig) -> Tensor | None:

@@ -92,11 +92,10 @@ class _Builder:
     def experts(self, prefix: str, count: int) -> tuple[Fp4Group32, Fp4Group32]:
         """(w1 over w3, w2) of all experts, copied straight into their place on the device."""
         dim, inter = self.config.dim, self.config.moe_inter_dim
-        new = {"dtype": torch.uint8, "device": self.device}
-        w13 = torch.empty(count, 2 * inter, dim // 2, **new)
-        w13_s = torch.empty(count, 2 * inter, dim // 32, **new)
-        w2 = torch.empty(count, dim, inter // 2, **new)
-        w2_s = torch.empty(count, dim, inter // 32, **new)
+        w13 = self._bytes(count, 2 * inter, dim // 2)
+        w13_s = self._bytes(count, 2 * inter, dim // 32)
+        w2 = self._bytes(count, dim, inter // 2)
+        w2_s = self._bytes(count, dim, inter // 32)
         for e in range(count):
             name = f"{prefix}.experts.{e}"
             for part, rows in (("w1", slice(0, inter)), ("w3", slice(inter, 2 * inter))):
@@ -105,6 +104,9 @@ class _Builder:
             self._fill(w2[e], f"{name}.w2.weight")
             self._fill(w2_s[e], f"{name}.w2.scale")
         return Fp4Group32(w13, w13_s), Fp4Group32(w2, w2_s)
+
+    def _bytes(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def _fill(self, out: Tensor, name: str) -> None:
         value = self.checkpoint.tensor(name)
