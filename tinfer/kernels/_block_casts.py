@@ -24,8 +24,9 @@ def quantize_blocks(x, BK: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constex
     """fp32 [BM, C] -> (e4m3 codes [BM, C], scales as stored [C / BK]), one scale per [BM, BK]."""
     BM: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
+    amax = absmax(tl.reshape(absmax(x, 0), [C // BK, BK]), 1)
+    stored, scale, inverse = group_scale(amax, "e4m3", SCALE)
     blocks = tl.reshape(x, [BM, C // BK, BK])
-    stored, scale, inverse = group_scale(absmax(absmax(blocks, 2), 0), "e4m3", SCALE)
     scaled = divide(blocks, scale[None, :, None], inverse[None, :, None], "e4m3", SCALE)
     return tl.reshape(encode(scaled, "e4m3", NATIVE), [BM, C]), stored
 
@@ -73,7 +74,7 @@ def _per_block_cast_kernel(
 
 def _block_tiles(device: Target, bm: int, bk: int) -> tuple[int, int]:
     """(columns a tile, warps)."""
-    return max(4 * bk, 8192 // bm) if bm == 32 else 4 * bk, 8
+    return (256, 8) if bm == 32 else (128, 8)
 
 
 def supports_per_block_cast(x: Tensor, block: tuple[int, int], scale_fmt: str) -> str | None:
@@ -92,6 +93,7 @@ def per_block_cast(x: Tensor, block: tuple[int, int], scale_fmt: str) -> tuple[T
     if x.stride(1) != 1:
         x = x.contiguous()
     width, warps = _block_tiles(device, bm, bk)
+    width = max(width, 4 * bk) if packed else width
     tiles = -(-m // bm) * -(-k // width)
     _per_block_cast_kernel[(min(tiles, MAX_PROGRAMS),)](
         x, q, s, m, k, tiles, x.stride(0), columns,

@@ -100,19 +100,35 @@ def row_sum_sq(x, AXIS: tl.constexpr):
 
 # ---------------------------------------------------------------- e4m3
 @triton.jit
+def _snap(x, TOP: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr):
+    """|x| on the grid of a small float format: (exponent bits, anchor bits, their rounded sum).
+
+    The format has the largest value TOP, the smallest normal LEAST (as fp32 bits) and DIGITS
+    stored mantissa bits. The anchor is the power of two whose last fp32 bit is the format's step
+    at |x|, so one fp32 addition rounds to nearest, ties to even.
+    """
+    top = tl.minimum(tl.abs(x), TOP)
+    exponent = tl.maximum(top.to(tl.uint32, bitcast=True) & 0x7F800000, LEAST)
+    anchor = exponent + ((23 - DIGITS) << 23)
+    return exponent, anchor, top + anchor.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_nan(x):
+    return (x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
 def e4m3_encode(x, NATIVE: tl.constexpr = False):
     """fp32 -> uint8 e4m3fn: nearest, ties to even, saturating at 448, -0 kept, NaN -> 0x7F."""
     if NATIVE:
         y = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        magnitude = bits & 0x7FFFFFFF
-        top = tl.minimum(magnitude, 0x43E00000)  # 448.0
-        normal = ((top + 0x7FFFF + ((top >> 20) & 1)) >> 20) - 960  # rebias 127 -> 7
-        # Below 2^-6 the step is 2^-9, which is the last bit of 2^14.
-        tiny = (top.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
-        code = tl.where(top < 0x3C800000, tiny, normal) | ((bits >> 24) & 0x80)
-        y = tl.where(magnitude > 0x7F800000, 0x7F, code).to(tl.uint8)
+        exponent, anchor, snapped = _snap(x, 448.0, 0x3C800000, 3)  # 2^-6
+        steps = snapped.to(tl.uint32, bitcast=True) - anchor
+        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        code = (steps + (exponent >> 20) - 968) | sign  # 968: 8 * 120 to rebias, 8 hidden
+        y = tl.where(_is_nan(x), 0x7F, code).to(tl.uint8)
     return y
 
 
@@ -122,13 +138,10 @@ def e4m3_round(x, NATIVE: tl.constexpr = False):
     if NATIVE:
         y = x.to(tl.float8e4nv).to(tl.float32)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        top = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
-        normal = ((top + 0x7FFFF + ((top >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
-        tiny = (top.to(tl.float32, bitcast=True) + 16384.0) - 16384.0
-        value = tl.where(top < 0x3C800000, tiny, normal).to(tl.uint32, bitcast=True)
-        value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-        y = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, x, value)
+        _, anchor, snapped = _snap(x, 448.0, 0x3C800000, 3)
+        value = (snapped - anchor.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+        value |= x.to(tl.uint32, bitcast=True) & 0x80000000
+        y = tl.where(_is_nan(x), x, value.to(tl.float32, bitcast=True))
     return y
 
 
@@ -160,32 +173,31 @@ def e4m3_to_bf16_raw(code):
 
 # ---------------------------------------------------------------- e2m1
 @triton.jit
-def e2m1_encode(x):
-    """fp32 -> uint8 code 0..15: nearest, ties to the even code, saturating at 6, NaN -> 7.
+def e2m1_code(x):
+    """fp32 -> uint32 code 0..15: nearest, ties to the even code, saturating at 6, NaN -> 7.
 
     A negative value that rounds to zero keeps its sign (code 8).
     """
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    top = tl.minimum(magnitude, 0x40C00000)  # 6.0
-    normal = ((top + 0x1FFFFF + ((top >> 22) & 1)) >> 22) - 252  # rebias 127 -> 1
-    # Below 1 the step is 1/2, which is the last bit of 2^22.
-    tiny = (top.to(tl.float32, bitcast=True) + 4194304.0).to(tl.uint32, bitcast=True) & 0x3
-    code = tl.where(top < 0x3F800000, tiny, normal) | ((bits >> 28) & 0x8)
-    return tl.where(magnitude > 0x7F800000, 7, code).to(tl.uint8)
+    exponent, anchor, snapped = _snap(x, 6.0, 0x3F800000, 1)  # 1.0
+    steps = snapped.to(tl.uint32, bitcast=True) - anchor
+    sign = (x.to(tl.uint32, bitcast=True) >> 28) & 0x8
+    code = (steps + (exponent >> 22) - 254) | sign  # 254: 2 * 126 to rebias, 2 hidden
+    return tl.where(_is_nan(x), 7, code).to(tl.uint32)
+
+
+@triton.jit
+def e2m1_encode(x):
+    """fp32 -> uint8 code 0..15, see `e2m1_code`."""
+    return e2m1_code(x).to(tl.uint8)
 
 
 @triton.jit
 def e2m1_round(x):
     """fp32 -> the fp32 value of its e2m1 code; NaN gives 6."""
-    bits = x.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    top = tl.minimum(magnitude, 0x40C00000)  # 6.0
-    normal = ((top + 0x1FFFFF + ((top >> 22) & 1)) & 0xFFC00000).to(tl.float32, bitcast=True)
-    tiny = (top.to(tl.float32, bitcast=True) + 4194304.0) - 4194304.0
-    value = tl.where(top < 0x3F800000, tiny, normal).to(tl.uint32, bitcast=True)
-    value = (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude > 0x7F800000, 6.0, value)
+    _, anchor, snapped = _snap(x, 6.0, 0x3F800000, 1)
+    value = (snapped - anchor.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
+    value |= x.to(tl.uint32, bitcast=True) & 0x80000000
+    return tl.where(_is_nan(x), 6.0, value.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -211,6 +223,13 @@ def nibbles_pack(code):
     """codes [..., 2n] -> bytes [..., n]; the even column sits in the low nibble."""
     low, high = tl.split(tl.reshape(code, code.shape[:-1] + [code.shape[-1] // 2, 2]))  # noqa: RUF005
     return low | (high << 4)
+
+
+@triton.jit
+def nibbles_pack_words(code):
+    """uint32 codes [R, 8n] -> uint32 [R, n], eight codes a word: the bytes of `nibbles_pack`."""
+    eights = tl.reshape(code, [code.shape[0], code.shape[1] // 8, 8])
+    return tl.sum(eights << (tl.arange(0, 8) * 4)[None, None, :].to(tl.uint32), axis=2)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from tinfer.formats import (
 from tinfer.kernels._jit import (
     INTERPRET,
     absmax,
-    e2m1_encode,
+    e2m1_code,
     e2m1_round,
     e4m3_decode,
     e4m3_encode,
@@ -92,11 +92,11 @@ def divide(x, scale, inverse, FMT: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def encode(x, FMT: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 -> uint8 codes (unpacked)."""
+    """fp32 -> codes, not packed: uint8 of e4m3, uint32 of e2m1."""
     if FMT == "e4m3":
         code = e4m3_encode(x, NATIVE)
     else:
-        code = e2m1_encode(x)
+        code = e2m1_code(x)
     return code
 
 
@@ -112,7 +112,7 @@ def round_to(x, FMT: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def cast_groups(x, FMT: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 [R, G], one group a row -> (codes uint8 [R, G] unpacked, scales as stored [R])."""
+    """fp32 [R, G], one group a row -> (codes of `encode` [R, G], scales as stored [R])."""
     stored, scale, inverse = group_scale(absmax(x, 1), FMT, SCALE)
     return encode(divide(x, scale[:, None], inverse[:, None], FMT, SCALE), FMT, NATIVE), stored
 

@@ -4,7 +4,7 @@ A group of G columns is a row of a tile `[R, G]`: its maximum is a reduction ins
 codes leave as bytes (two codes a byte for e2m1). Groups are numbered row by row; contiguous data
 is one long row, and a tile one contiguous piece of it. Column-major scales take tiles of ROWS
 rows instead ("bands"), so that a column of scales is written in pieces. Scales are handled in
-units of U groups: 4 where words are packed or bands used, else 1. Programs stride over the
+units of U groups: 4 where words are packed, else 1. Programs stride over the
 tiles, so the grid stays below 65,536.
 
 Exact: scales and codes equal the reference bit for bit (`_quant`). Source: `tinfer.compat.casts`.
@@ -31,7 +31,7 @@ from tinfer.kernels._block_casts import per_block_cast, supports_per_block_cast
 from tinfer.kernels._jit import (
     e2m1_decode,
     e4m3_decode,
-    nibbles_pack,
+    nibbles_pack_words,
     nibbles_unpack,
     to_bf16,
     to_fp32,
@@ -97,7 +97,7 @@ def _columns(start, N: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "groups", "stored_rows", "tiles"])
 def _per_token_cast_kernel(
     x_ptr,  # [rows, groups * G] bf16 or fp32
-    q_ptr,  # [rows, groups * G] bytes, or half as many packed
+    q_ptr,  # [rows, groups * G] bytes of e4m3, or [rows, groups * G / 8] words of e2m1
     s_ptr,  # [stored_rows, units or groups]
     rows,
     groups,  # in a row
@@ -116,7 +116,7 @@ def _per_token_cast_kernel(
     SCALE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    Q: tl.constexpr = G // 2 if FMT == "e2m1" else G  # bytes a group
+    Q: tl.constexpr = G // 8 if FMT == "e2m1" else G
     units_per_row = (groups + U - 1) // U
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         unit_row, unit = _units(tile, units_per_row, ONE_ROW, R // U, ROWS)
@@ -126,7 +126,7 @@ def _per_token_cast_kernel(
         x = to_fp32(tl.load(x_ptr + x_at, mask=valid[:, None], other=0.0))  # [R, G]
         codes, scales = cast_groups(x, FMT, SCALE, NATIVE)
         if FMT == "e2m1":
-            codes = nibbles_pack(codes)
+            codes = nibbles_pack_words(codes)
         q_at = _columns(_at(row, group, groups * Q, Q), Q)
         tl.store(q_ptr + q_at, codes, mask=valid[:, None])
 
@@ -280,7 +280,7 @@ def per_token_cast(
     flat = _rows(x)
     flat = x.contiguous().view(-1, k) if flat is None else flat
     rows, stored_rows = flat.shape[0], s.stride(1) if col_major else flat.shape[0]
-    unit = 4 if packed or col_major else 1
+    unit = 4 if packed else 1
     tile, warps = _cast_tiles(device, rows * k // group, group)
     walk = _Walk(stored_rows, k // group, max(tile, BAND * unit if col_major else 0), unit)
     if col_major:
@@ -288,8 +288,8 @@ def per_token_cast(
     elif flat.is_contiguous() and walk.groups % unit == 0:
         walk, rows, stored_rows = walk.joined(), 1, 1
     _per_token_cast_kernel[walk.grid](
-        flat, q, s, rows, walk.groups, stored_rows, walk.tiles,
-        flat.stride(0), *((1, stored_rows) if col_major else (s.shape[-1], 1)),
+        flat, q.view(torch.int32) if fmt == "e2m1" else q, s,
+        rows, walk.groups, stored_rows, walk.tiles, flat.stride(0), *((1, stored_rows) if col_major else (s.shape[-1], 1)),
         G=group, R=walk.tile, U=unit, ROWS=walk.band, ONE_ROW=walk.one_row, PACKED=packed,
         FMT=fmt, SCALE="ue8m0" if packed else scale_fmt, NATIVE=device.native_e4m3,
         num_warps=warps,

@@ -179,6 +179,15 @@ def _fp4_tiles(device: Target, block: int) -> tuple[int, int]:
     return (512, 4) if block == 32 else (128, 4)
 
 
+def _dequantize_tiles(device: Target) -> tuple[int, int, int]:
+    """(rows, columns, warps)."""
+    return 32, 256, 8
+
+
+def _requantize_warps(device: Target) -> int:
+    return 8
+
+
 def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
     aligned = weight.weight.is_contiguous() and weight.weight.storage_offset() % 4 == 0
     return None if aligned else "the packed weight is not contiguous and aligned to 4 bytes"
@@ -221,11 +230,12 @@ def dequantize_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     y = weight.weight.new_empty(shape, dtype=dtype)
     if y.numel() == 0:
         return y
-    rows, columns, warps = 32, 256, 8
+    device = target(y.device)
+    rows, columns, warps = _dequantize_tiles(device)
     tiles = _tiles(shape, rows, columns)
     _dequantize_kernel[_grid(tiles)](
         weight.weight.contiguous(), weight.scale.contiguous(), y, shape[-2], shape[-1], tiles,
-        R=rows, C=columns, KIND=_kind(weight), NATIVE=target(y.device).native_e4m3,
+        R=rows, C=columns, KIND=_kind(weight), NATIVE=device.native_e4m3,
         num_warps=warps,
     )  # fmt: skip
     return y
@@ -237,11 +247,11 @@ def _requantize(weight: Weight, scale_fmt: str) -> Fp8Block128:
     size = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     scales = weight.weight.new_empty(size, dtype=torch.float32)
     if codes.numel():
-        tiles = _tiles(shape, 128, 128)
+        tiles, device = _tiles(shape, 128, 128), target(codes.device)
         _requantize_kernel[_grid(tiles)](
             weight.weight.contiguous(), weight.scale.contiguous(), codes, scales,
             shape[-2], shape[-1], tiles, KIND=_kind(weight), SCALE=scale_fmt,
-            NATIVE=target(codes.device).native_e4m3, num_warps=8,
+            NATIVE=device.native_e4m3, num_warps=_requantize_warps(device),
         )  # fmt: skip
     return Fp8Block128(codes, scales)
 
