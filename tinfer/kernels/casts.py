@@ -289,7 +289,8 @@ def per_token_cast(
         walk, rows, stored_rows = walk.joined(), 1, 1
     _per_token_cast_kernel[walk.grid](
         flat, q.view(torch.int32) if fmt == "e2m1" else q, s,
-        rows, walk.groups, stored_rows, walk.tiles, flat.stride(0), *((1, stored_rows) if col_major else (s.shape[-1], 1)),
+        rows, walk.groups, stored_rows, walk.tiles, flat.stride(0),
+        *((1, stored_rows) if col_major else (s.shape[-1], 1)),
         G=group, R=walk.tile, U=unit, ROWS=walk.band, ONE_ROW=walk.one_row, PACKED=packed,
         FMT=fmt, SCALE="ue8m0" if packed else scale_fmt, NATIVE=device.native_e4m3,
         num_warps=warps,
