@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.data.golden.check_golden import Golden, OpCase
+from tests.kernels.capture import check_capture
 from tests.kernels.parity import check_parity
 from tinfer import ops
 from tinfer.compat.casts import unpack_ue8m0
@@ -43,6 +44,16 @@ def test_parity_real(case: Case, seed: int, device: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles(target: str) -> None:
     check_family("casts", target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.real and ("16x5120" in c.name or "16x512" in c.name)],
+    ids=lambda c: c.id,
+)
+def test_replays_in_a_graph(case: Case, seed: int) -> None:
+    check_capture(case, seed)
 
 
 # ---------------------------------------------------------------- golden vectors
