@@ -58,39 +58,46 @@ def _read(x, at, mask):
     return to_fp32(tl.load(x + at, mask=mask, other=0.0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _hc_partial_kernel(
-    y, stream, post, comb, pre, fn, new, x, partial, rows, width, columns,
-    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    y, stream, post, comb, pre, fn, new, x, partial, rows, width, splits,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
     POST: tl.constexpr, COLLAPSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`columns` of the stream's D per split; partial, new and x as the module describes."""
-    split = tl.program_id(0) % SPLITS
-    token = (tl.program_id(0) // SPLITS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
+    """Each of the splits takes a range of column blocks; outputs as the module describes.
+
+    Values are [T, 1, D] so that the sum over the middle axis, which moves nothing, stands between
+    them and the dot: the compiler would otherwise compute them once more for the dot's layout.
+    """
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
     live = token < rows
+    token_3d, live_3d = token[:, None, None], live[:, None, None]
     post_k, comb_jk, pre_k = (), (), ()
     for k in tl.static_range(C):
         if POST:
-            post_k = post_k + (tl.load(post + token * C + k, mask=live, other=0.0)[:, None],)
+            post_k = post_k + (tl.load(post + token_3d * C + k, mask=live_3d, other=0.0),)
             for j in tl.static_range(C):
-                at = comb + (token * C + k) * C + j
-                comb_jk = comb_jk + (tl.load(at, mask=live, other=0.0)[:, None],)
+                at = comb + (token_3d * C + k) * C + j
+                comb_jk = comb_jk + (tl.load(at, mask=live_3d, other=0.0),)
         if COLLAPSE:
-            pre_k = pre_k + (tl.load(pre + token * C + k, mask=live, other=0.0)[:, None],)
+            pre_k = pre_k + (tl.load(pre + token_3d * C + k, mask=live_3d, other=0.0),)
     dots = tl.zeros((BLOCK_T, WIDTH), tl.float32)
-    square = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    square_x = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-    end = tl.minimum(split * columns + columns, width)
-    for d in tl.range(split * columns, end, BLOCK_D, num_stages=STAGES):
-        column = d + tl.arange(0, BLOCK_D)
-        inside = live[:, None] & (column < end)[None, :]
-        base = token[:, None] * (C * width) + column[None, :]
+    square = tl.zeros((BLOCK_T, 1, BLOCK_D), tl.float32)
+    square_x = tl.zeros((BLOCK_T, 1, BLOCK_D), tl.float32)
+    blocks = tl.cdiv(width, BLOCK_D)
+    first, last = split * blocks // splits, (split + 1) * blocks // splits
+    for block in tl.range(first, last, num_stages=STAGES):
+        column = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        column_3d = column[None, None, :]
+        inside = live_3d & (column_3d < width)
+        base = token_3d * (C * width) + column_3d
         copies = ()
         for k in tl.static_range(C):
             copies = copies + (_read(stream, base + k * width, inside),)
         if POST:
-            output = _read(y, token[:, None] * width + column[None, :], inside)
+            output = _read(y, token_3d * width + column_3d, inside)
         collapsed = copies[0]
         part = tl.zeros((BLOCK_T, WIDTH), tl.float32)
         for k in tl.static_range(C):
@@ -104,15 +111,16 @@ def _hc_partial_kernel(
             square += value * value
             if COLLAPSE:
                 collapsed = pre_k[k] * value if k == 0 else collapsed + pre_k[k] * value
-            part = _add_dots(to_bf16(value), fn, column, k, width, part, C, MIXES, WIDTH)
+            flat = to_bf16(tl.sum(value, axis=1))
+            part = _add_dots(flat, fn, column, k, width, part, C, MIXES, WIDTH)
         dots += part
         if COLLAPSE:
             rounded = to_bf16(collapsed)
-            tl.store(x + token[:, None] * width + column[None, :], rounded, mask=inside)
+            tl.store(x + token_3d * width + column_3d, rounded, mask=inside)
             square_x += to_fp32(rounded) * to_fp32(rounded)
     at = tl.arange(0, WIDTH)[None, :]
-    dots = tl.where(at == MIXES, tl.sum(square, axis=1)[:, None], dots)
-    dots = tl.where(at == MIXES + 1, tl.sum(square_x, axis=1)[:, None], dots)
+    dots = tl.where(at == MIXES, tl.sum(tl.sum(square, axis=2), axis=1)[:, None], dots)
+    dots = tl.where(at == MIXES + 1, tl.sum(tl.sum(square_x, axis=2), axis=1)[:, None], dots)
     row = split.to(tl.int64) * rows + token
     tl.store(partial + row[:, None] * WIDTH + at, dots, mask=live[:, None])
 
@@ -133,10 +141,10 @@ def _norm_part(x, weight, column, width, rstd, HAS_WEIGHT: tl.constexpr):
     tl.store(x + column, to_bf16(value), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _hc_finish_kernel(
-    partial, scale, base, weight, x, pre, post, comb, rows, width, norm_eps, hc_eps, iters,
-    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    partial, scale, base, weight, x, pre, post, comb, rows, width, splits, norm_eps, hc_eps, iters,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -145,7 +153,7 @@ def _hc_finish_kernel(
     for task in range(tl.program_id(0), rows * tasks, tl.num_programs(0)):
         row = (task // tasks).to(tl.int64)
         split = tl.arange(0, BLOCK_S)
-        live = split < SPLITS
+        live = split < splits
         at = partial + (split.to(tl.int64) * rows + row) * WIDTH
         if task % tasks == 0:
             square = tl.sum(tl.load(at + MIXES, mask=live, other=0.0), axis=0)

@@ -59,7 +59,10 @@ __all__ = [
     "supports_hc_split",
 ]
 
-BLOCK = 1024  # columns per program of the column-wise kernels
+# Columns a program and warps of the column-wise kernels.
+_COLLAPSE_TILES = (1024, 4)
+_POST_TILES = (1024, 4)
+_EXPAND_TILES = (1024, 4)
 
 
 @triton.jit
@@ -149,8 +152,12 @@ def _hc_expand_kernel(x, out, rows, width, stride, C: tl.constexpr, BLOCK: tl.co
             tl.store(out + (row * C + c) * width + column, value, mask=inside)
 
 
-def _grid(rows: int, width: int) -> tuple[int]:
-    return (min(rows * triton.cdiv(width, BLOCK), MAX_PROGRAMS),)
+def _grid(rows: int, width: int, block: int) -> tuple[int]:
+    return (min(rows * triton.cdiv(width, block), MAX_PROGRAMS),)
+
+
+def _collapse_norm_warps(width: int) -> int:
+    return 8 if width > 2048 else 4
 
 
 def _reason(**tensors: Tensor | None) -> str | None:
@@ -167,9 +174,10 @@ def hc_collapse(stream: Tensor, pre: Tensor) -> Tensor:
     rows, copies, width = stream.shape
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
     if out.numel():
-        _hc_collapse_kernel[_grid(rows, width)](
-            stream, pre, out, rows, width, C=copies, MEAN=False, BLOCK=BLOCK,
-            num_warps=4, enable_fp_fusion=False,
+        block, warps = _COLLAPSE_TILES
+        _hc_collapse_kernel[_grid(rows, width, block)](
+            stream, pre, out, rows, width, C=copies, MEAN=False, BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -184,9 +192,10 @@ def hc_mean(stream: Tensor) -> Tensor:
     rows, copies, width = stream.shape
     out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
     if out.numel():
-        _hc_collapse_kernel[_grid(rows, width)](
-            stream, stream, out, rows, width, C=copies, MEAN=True, BLOCK=BLOCK,
-            num_warps=4, enable_fp_fusion=False,
+        block, warps = _COLLAPSE_TILES
+        _hc_collapse_kernel[_grid(rows, width, block)](
+            stream, stream, out, rows, width, C=copies, MEAN=True, BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -210,7 +219,7 @@ def hc_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor | None, eps: fl
     _hc_collapse_norm_kernel[(min(rows, MAX_PROGRAMS),)](
         stream, pre, stream if weight is None else weight, out, rows, width, eps,
         C=copies, HAS_WEIGHT=weight is not None, MAIN=main, REST=rest,
-        num_warps=8 if width > 2048 else 4, enable_fp_fusion=False,
+        num_warps=_collapse_norm_warps(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -225,9 +234,10 @@ def hc_post(y: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     rows, copies, width = stream.shape
     out = torch.empty_like(stream)
     if out.numel():
-        _hc_post_kernel[_grid(rows, width)](
-            y, stream, post, comb, out, rows, width, C=copies, BLOCK=BLOCK,
-            num_warps=4, enable_fp_fusion=False,
+        block, warps = _POST_TILES
+        _hc_post_kernel[_grid(rows, width, block)](
+            y, stream, post, comb, out, rows, width, C=copies, BLOCK=block,
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -242,7 +252,8 @@ def hc_expand(x: Tensor, copies: int) -> Tensor:
     rows, width = x.shape
     out = torch.empty(rows, copies, width, dtype=torch.bfloat16, device=x.device)
     if out.numel():
-        _hc_expand_kernel[_grid(rows, width)](
-            x, out, rows, width, x.stride(0), C=copies, BLOCK=BLOCK, num_warps=4
+        block, warps = _EXPAND_TILES
+        _hc_expand_kernel[_grid(rows, width, block)](
+            x, out, rows, width, x.stride(0), C=copies, BLOCK=block, num_warps=warps
         )
     return out

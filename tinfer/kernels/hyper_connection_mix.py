@@ -43,9 +43,8 @@ def _mix_tiles(rows: int, width: int, shared_kib: int, processors: int) -> Tiles
     if rows <= 64:
         splits = min(blocks, max(1, 2 * processors // triton.cdiv(rows, 16)), 128)
         return Tiles(16, block, splits, 4, 2)
-    tokens = 32
-    splits = max(1, min(blocks // 4, processors // triton.cdiv(rows, tokens)))
-    return Tiles(tokens, block, splits, 8, 3 if shared_kib > 200 else 1)
+    splits = max(1, min(blocks // 4, processors // triton.cdiv(rows, 64)))
+    return Tiles(64, block, splits, 8, 3 if shared_kib > 200 else 1)
 
 
 @dataclass(frozen=True)
@@ -86,10 +85,9 @@ def _run(
     partial = torch.empty(tiles.splits, rows, row_width, dtype=torch.float32, device=stream.device)
     y, post, comb, new = written or (stream,) * 4
     pre, x, weight = collapsed or (stream, stream, None)
-    columns = triton.cdiv(triton.cdiv(width, tiles.columns), tiles.splits) * tiles.columns
     _hc_partial_kernel[(triton.cdiv(rows, tiles.tokens) * tiles.splits,)](
-        y, stream, post, comb, pre, mixing.fn, new, x, partial, rows, width, columns,
-        C=copies, MIXES=count, WIDTH=row_width, SPLITS=tiles.splits,
+        y, stream, post, comb, pre, mixing.fn, new, x, partial, rows, width,
+        tiles.splits, C=copies, MIXES=count, WIDTH=row_width,
         POST=written is not None, COLLAPSE=collapsed is not None,
         BLOCK_T=tiles.tokens, BLOCK_D=tiles.columns, STAGES=tiles.stages,
         num_warps=tiles.warps, enable_fp_fusion=False,
@@ -98,8 +96,8 @@ def _run(
     norm = collapsed is not None
     _hc_finish_kernel[(min(rows * (2 if norm else 1), MAX_PROGRAMS),)](
         partial, mixing.scale, mixing.base, stream if weight is None else weight, x, *mixes,
-        rows, width, mixing.norm_eps, mixing.hc_eps, mixing.iters,
-        C=copies, MIXES=count, WIDTH=row_width, SPLITS=tiles.splits,
+        rows, width, tiles.splits, mixing.norm_eps, mixing.hc_eps, mixing.iters,
+        C=copies, MIXES=count, WIDTH=row_width,
         BLOCK_S=triton.next_power_of_2(tiles.splits), NORM=norm, HAS_WEIGHT=weight is not None,
         MAIN=main, REST=rest, num_warps=4 if norm else 1,
     )  # fmt: skip
