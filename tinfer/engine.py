@@ -185,7 +185,9 @@ class Engine:
             marks.extend(mine)
         where = [i for i, m in enumerate(marks) if m]
         device = self.model.device
-        rows = ImageRows(torch.cat(parts).to(device), torch.tensor(where, device=device))
+        rows = ImageRows(
+            torch.cat(parts).to(device), torch.tensor(where, dtype=torch.int64, device=device)
+        )
         mask = torch.tensor(marks, device=device)
         return Batch(
             batch.ids, batch.positions, batch.seq, batch.max_position, mask, rows, batch.trace
