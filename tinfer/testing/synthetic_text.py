@@ -51,6 +51,8 @@ The river is wide only at the end, where the ships are, and where the songs were
 She writes down the weather every morning: the wind, the rain, the colour of the hills.
 He counts the ships as they come in, and at night he tells the children where each has been.
 """
+# A pause for thought, in characters that answers do not use: it always comes to an end.
+THOUGHT = "…!"
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -78,12 +80,12 @@ def preferences(tokenizer: Tokenizer) -> Tensor:
     for line in TEXT.splitlines():
         for opening in (THINK_END, USER):
             _count(counts, tokenizer.encode(f"{opening}{line}").ids)
-        _count(counts, tokenizer.encode(f"{THINK}{line}{THINK_END}").ids)
         # Most lines run on into the next one, some end the answer.
         last, space = tokenizer.encode(line).ids[-1], tokenizer.encode(f"\n{line}").ids[:2]
         _count(counts, [last, *space])
         _count(counts, [last, *space])
         counts[tokenizer.token_to_id(EOS), last] += 1
+    _count(counts, tokenizer.encode(f"{THINK}{THOUGHT}{THINK_END}").ids)
     for marker in (BOS, PAD):
         counts[tokenizer.token_to_id(USER), tokenizer.token_to_id(marker)] += 1
     chance = counts / counts.sum(0, keepdim=True).clamp(min=1)
