@@ -68,11 +68,12 @@ def _norm_bytes(op: str, a: Arguments) -> int:
     return int(count * (2 + written)) + 2 * a["x"].shape[-1]
 
 
+# Rows are independent programs: many of them prove no more, and the interpreter is slow.
 _SMALL = [
     ("1x96", 1, 96, _rows, torch.bfloat16, EPS),
     ("0x96", 0, 96, _rows, torch.bfloat16, EPS),
-    ("63x160_fp32_weight", 63, 160, _rows, torch.float32, 1e-6),
-    ("129x64_no_weight", 129, 64, _rows, None, EPS),
+    ("9x160_fp32_weight", 9, 160, _rows, torch.float32, 1e-6),
+    ("17x64_no_weight", 17, 64, _rows, None, EPS),
     ("5x1280_strided", 5, 1280, _strided, torch.bfloat16, EPS),
     ("7x512_fp32", 7, 512, _fp32, torch.bfloat16, EPS),
     ("2x3x128", 2, 128, _three_dims, torch.bfloat16, EPS),
