@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat.casts import check_per_block_cast, scale_columns, scale_dtype
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._jit import absmax, to_fp32
 from tinfer.kernels._quant import divide, encode, group_scale
 from tinfer.kernels._target import Target, target
-
-MAX_PROGRAMS = 65535
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _block_tiles(device: Target, bm: int, bk: int) -> tuple[int, int]:
 
 
 def supports_per_block_cast(x: Tensor, block: tuple[int, int], scale_fmt: str) -> str | None:
-    return None
+    return device_reason(x=x)
 
 
 def per_block_cast(x: Tensor, block: tuple[int, int], scale_fmt: str) -> tuple[Tensor, Tensor]:

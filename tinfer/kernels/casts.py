@@ -28,6 +28,7 @@ from tinfer.compat.casts import (
     scale_dtype,
 )
 from tinfer.kernels._block_casts import per_block_cast, supports_per_block_cast
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._jit import (
     e2m1_decode,
     e4m3_decode,
@@ -50,7 +51,6 @@ __all__ = [
     "supports_per_block_cast",
     "supports_per_token_cast",
 ]
-MAX_PROGRAMS = 65535
 BAND = 32  # rows of a tile when scales are column-major: one 32-byte sector of byte scales
 
 
@@ -265,7 +265,7 @@ def _new_scales(x: Tensor, columns: int, dtype: torch.dtype, col_major: bool) ->
 def supports_per_token_cast(
     x: Tensor, fmt: str, group: int, scale_fmt: str, col_major: bool = False
 ) -> str | None:
-    return None
+    return device_reason(x=x)
 
 
 def per_token_cast(
@@ -299,7 +299,9 @@ def per_token_cast(
 
 
 def supports_fake_quant_(x: Tensor, fmt: str, group: int, scale_fmt: str) -> str | None:
-    return None if x.numel() == 0 or _rows(x) is not None else "x's rows have no common stride"
+    if x.numel() and _rows(x) is None:
+        return "x's rows have no common stride"
+    return device_reason(x=x)
 
 
 def fake_quant_(x: Tensor, fmt: str, group: int, scale_fmt: str) -> None:
@@ -322,7 +324,7 @@ def fake_quant_(x: Tensor, fmt: str, group: int, scale_fmt: str) -> None:
 def supports_cast_back(
     q: Tensor, s: Tensor, fmt: str, group: int, scale_fmt: str, dtype: torch.dtype
 ) -> str | None:
-    return None
+    return device_reason(q=q, s=s)
 
 
 def cast_back(

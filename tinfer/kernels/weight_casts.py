@@ -24,11 +24,10 @@ from tinfer.compat.weight_casts import (
 )
 from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
 from tinfer.kernels._block_casts import quantize_blocks
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_to_fp8_kernel
 from tinfer.kernels._jit import e2m1_decode, e4m3_decode, nibbles_unpack, to_bf16, ue8m0_decode
 from tinfer.kernels._target import Target, target
-
-MAX_PROGRAMS = 65535
 
 
 # ---------------------------------------------------------------- decoding a tile
@@ -156,6 +155,13 @@ def _grid(tiles: int) -> tuple[int]:
     return (min(tiles, MAX_PROGRAMS),)
 
 
+def _device_reason(weight: Weight) -> str | None:
+    """Other types pass, for the check to refuse."""
+    if not isinstance(weight, (Fp4Group32, Fp8Block32, Fp8Block128)):
+        return None
+    return device_reason(weight=weight.weight, scale=weight.scale)
+
+
 def _kind(weight: Weight) -> str:
     if isinstance(weight, Fp4Group32):
         return "fp4"
@@ -190,7 +196,9 @@ def _requantize_warps(device: Target) -> int:
 
 def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
     aligned = weight.weight.is_contiguous() and weight.weight.storage_offset() % 4 == 0
-    return None if aligned else "the packed weight is not contiguous and aligned to 4 bytes"
+    if not aligned:
+        return "the packed weight is not contiguous and aligned to 4 bytes"
+    return _device_reason(weight)
 
 
 def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +229,7 @@ def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def supports_dequantize_weight(weight: Weight, dtype: torch.dtype) -> str | None:
-    return None
+    return _device_reason(weight)
 
 
 def dequantize_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -257,7 +265,7 @@ def _requantize(weight: Weight, scale_fmt: str) -> Fp8Block128:
 
 
 def supports_requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> str | None:
-    return None
+    return _device_reason(weight)
 
 
 def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
@@ -266,7 +274,7 @@ def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
 
 
 def supports_requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> str | None:
-    return None
+    return _device_reason(weight)
 
 
 def requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> Fp8Block128:
@@ -275,7 +283,7 @@ def requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> Fp8Block128:
 
 
 def supports_transpose_weight_scales(scales: list[Tensor], block: int) -> str | None:
-    return None
+    return device_reason(**{f"scales[{i}]": s for i, s in enumerate(scales)})
 
 
 def transpose_weight_scales(scales: list[Tensor], block: int) -> list[tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,17 +63,21 @@ def recorded() -> Iterator[list[Launch]]:
 
     launches: list[Launch] = []
 
-    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        launches.append(_launch(self, args, grid, kwargs))
+    def at(self: Any, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: launches.append(_launch(self, args, grid, kwargs))
 
-    saved = [(cls, cls.run) for cls in (JITFunction, InterpretedFunction)]
-    for cls, _ in saved:
-        cls.run = record
+    kinds = (JITFunction, InterpretedFunction)
+    own = [vars(kind).get("__getitem__") for kind in kinds]
+    for kind in kinds:
+        kind.__getitem__ = at
     try:
         yield launches
     finally:
-        for cls, run in saved:
-            cls.run = run
+        for kind, method in zip(kinds, own, strict=True):
+            if method is None:
+                del kind.__getitem__
+            else:
+                kind.__getitem__ = method
 
 
 @functools.cache
