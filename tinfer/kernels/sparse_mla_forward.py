@@ -1,0 +1,155 @@
+"""The portable sparse attention kernel: one program = one token, up to 64 heads, one split.
+
+    s = q k^T;  m = max s;  p = exp2((s - m) * scale * log2 e);  o = (sum bf16(p) v) / sum p
+
+over blocks of BLOCK_N listed slots with a running maximum; the gathered tile is both key and
+value. Key channels beyond the value's (TAIL) join the logits only. Splits divide the row's
+blocks evenly; each writes its normalized output in fp32, its maximum and its log2 lse, which
+`sparse_mla_combine` merges.
+
+Source: online softmax and split-KV as in FlashAttention 2 and FlashDecoding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tinfer.kernels._jit import _dot, to_bf16
+from tinfer.kernels.sparse_mla_tile import load_slots, load_tile, used_blocks
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend(
+    cache, slots, count, rows, page_stride, first, last,
+    q, q_tail, acc, top, total, scale_log2,
+    VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Attend to the blocks first..last-1 of one source.
+
+    The conditions hold in every iteration; they steer Triton's scheduling. A dot result that
+    reaches the next dot only through a branch is not a chained dot, for which both warp groups
+    of a Hopper processor would compute all logits; and with slots and second dot in branches
+    the gather of the next tile starts at the top of the loop.
+    """
+    slot = load_slots(slots, first * BLOCK_N, count, rows, BLOCK_N)
+    for block in tl.range(first, last, num_stages=STAGES):
+        ahead = slot
+        if block >= 0:
+            ahead = load_slots(slots, (block + 1) * BLOCK_N, count, rows, BLOCK_N)
+        kv = load_tile(cache, slot, page_stride, 0, VALUE, BLOCK_V, LAYOUT, PTX)
+        logits = _dot(q, tl.trans(kv), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if TAIL:
+            k_tail = load_tile(cache, slot, page_stride, VALUE, TAIL, BLOCK_T, LAYOUT, PTX)
+            logits = _dot(q_tail, tl.trans(k_tail), logits)
+        logits = tl.where((slot >= 0)[None, :], logits, float("-inf"))
+        higher = tl.maximum(top, tl.max(logits, 1))
+        weight = tl.zeros((q.shape[0], BLOCK_N), tl.bfloat16)
+        rescale = tl.zeros((q.shape[0],), tl.float32)
+        if block < last:
+            shift = tl.where(higher == float("-inf"), 0.0, higher) * scale_log2
+            p = tl.exp2(logits * scale_log2 - shift[:, None])
+            rescale = tl.exp2(top * scale_log2 - shift)
+            total = total * rescale + tl.sum(p, 1)
+            weight = to_bf16(p)
+        if block >= first:
+            acc = _dot(weight, kv, acc * rescale[:, None])
+        top, slot = higher, ahead
+    return acc, top, total
+
+
+@triton.jit
+def _load_q(q, live, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    return tl.load(q + (FIRST + column), mask=live & (column < DIM), other=0.0)
+
+
+@triton.jit
+def _blocks(slots, count, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr, SCAN: tl.constexpr):
+    """Blocks to attend to: up to the last valid slot, or (sooner known) up to `count`."""
+    blocks = tl.cdiv(tl.maximum(count, 0), BLOCK)
+    if SCAN:
+        blocks = used_blocks(slots, count, rows, BLOCK, WIDTH)
+    return blocks
+
+
+_VARYING = ["splits", "window_width", "window_rows", "compressed_width", "compressed_rows"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _sparse_mla_kernel(
+    q, window_cache, window_slots, window_lengths,
+    compressed_cache, compressed_slots, compressed_lengths, sink,
+    out, max_logit, lse,
+    scale, heads, splits, q_stride_t, q_stride_h, out_stride_t, out_stride_h, out_stride_s,
+    window_width, window_rows, window_page_stride, window_slots_stride,
+    compressed_width, compressed_rows, compressed_page_stride, compressed_slots_stride,
+    WINDOW: tl.constexpr, COMPRESSED: tl.constexpr,
+    WINDOW_WIDTH: tl.constexpr, COMPRESSED_WIDTH: tl.constexpr,
+    VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCAN: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits // head_blocks).to(tl.int64)
+    head = tl.program_id(0) // splits % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    live = head < heads
+    q += token * q_stride_t + head[:, None] * q_stride_h
+    q_value = _load_q(q, live[:, None], 0, VALUE, BLOCK_V)
+    q_tail = _load_q(q, live[:, None], VALUE, TAIL, BLOCK_T) if TAIL else q_value
+
+    window_count, compressed_count = window_width, compressed_width
+    if window_lengths is not None:
+        window_count = tl.minimum(window_count, tl.load(window_lengths + token))
+    window_slots += token * window_slots_stride
+    window_blocks = _blocks(window_slots, window_count, window_rows, BLOCK_N, WINDOW_WIDTH, SCAN)
+    blocks = window_blocks
+    if COMPRESSED_WIDTH:
+        if compressed_lengths is not None:
+            compressed_count = tl.minimum(compressed_count, tl.load(compressed_lengths + token))
+        compressed_slots += token * compressed_slots_stride
+        blocks += _blocks(
+            compressed_slots, compressed_count, compressed_rows, BLOCK_N, COMPRESSED_WIDTH, SCAN
+        )
+    first, last = split * blocks // splits, (split + 1) * blocks // splits
+
+    scale_log2 = scale * LOG2E
+    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc, top, total = _attend(
+        window_cache, window_slots, window_count, window_rows, window_page_stride,
+        tl.minimum(first, window_blocks), tl.minimum(last, window_blocks),
+        q_value, q_tail, acc, top, total, scale_log2,
+        VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, WINDOW, PTX,
+    )  # fmt: skip
+    if COMPRESSED_WIDTH:
+        acc, top, total = _attend(
+            compressed_cache, compressed_slots, compressed_count, compressed_rows,
+            compressed_page_stride,
+            tl.maximum(first - window_blocks, 0), tl.maximum(last - window_blocks, 0),
+            q_value, q_tail, acc, top, total, scale_log2,
+            VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, COMPRESSED, PTX,
+        )  # fmt: skip
+
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    log_sum = tl.where(empty, float("-inf"), top * scale_log2 + tl.log2(divisor))
+    factor = tl.where(empty, 0.0, 1.0 / divisor)
+    if sink is not None:
+        sink_log2 = tl.load(sink + head, mask=live, other=0.0) * LOG2E
+        factor = tl.where(empty, 0.0, factor / (1.0 + tl.exp2(sink_log2 - log_sum)))
+    column = tl.arange(0, BLOCK_V)
+    value = acc * factor[:, None]
+    if out.dtype.element_ty == tl.bfloat16:
+        value = to_bf16(value)
+    at = token * out_stride_t + head[:, None] * out_stride_h + split * out_stride_s
+    tl.store(out + at + column[None, :], value, mask=live[:, None] & (column[None, :] < VALUE))
+    row = (token * heads + head) * splits + split
+    # A NaN logit is lost in a maximum, not in the sum.
+    tl.store(max_logit + row, tl.where(total == total, top * scale, total), mask=live)
+    tl.store(lse + row, log_sum, mask=live)
