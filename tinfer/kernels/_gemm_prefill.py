@@ -30,6 +30,16 @@ def _natural_pairs(w):
 
 
 @triton.jit
+def _eights_pairs(words):
+    """uint32 [n, 2] of 8 e4m3 codes -> uint32 [n, 4]: RAW bf16 pairs (0,4) (1,5) (2,6) (3,7)."""
+    first, second = tl.split(words)
+    shift = tl.arange(0, 4)[None, :] * 8
+    low, high = (first[:, None] >> shift) & 0xFF, (second[:, None] >> shift) & 0xFF
+    t = low | (high << 16)
+    return ((t << 8) & 0x80008000) | ((t << 4) & 0x07F007F0)
+
+
+@triton.jit
 def _dequantize_kernel(
     q,  # uint8 [ROWS, K] of e4m3, rows of whole words
     s,  # uint8 [ceil(ROWS/TALL), ceil(K/32)], ue8m0
@@ -39,6 +49,7 @@ def _dequantize_kernel(
     q_stride,  # words of a row
     s_stride,
     TALL: tl.constexpr,  # rows that share a scale
+    EIGHTS: tl.constexpr,  # columns of each eight in the order 0 4 1 5 2 6 3 7, as fp4 wants them
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -52,7 +63,8 @@ def _dequantize_kernel(
         at = (row * q_stride + part * 2)[:, None] + tl.arange(0, 2)[None, :]
         words = tl.load(q + at, mask=live[:, None], other=0)
         code = tl.load(s + row // TALL * s_stride + part // 4, mask=live, other=127)
-        p = tl.reshape(nan_pairs(_natural_pairs(words)), (BLOCK, 4))
+        p = _eights_pairs(words) if EIGHTS else tl.reshape(_natural_pairs(words), (BLOCK, 4))
+        p = nan_pairs(p)
         p = scaled_words(p, token_factor(code)[:, None], True, PACKED)
         at = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(out + at, p, mask=live[:, None])
@@ -243,16 +255,21 @@ def _matmul_fp32_kernel(
 
 @triton.jit
 def _add_thirds(acc, a, b):
-    """acc + a @ b, the smallest terms first."""
+    """acc + a @ b, the smallest terms first.
+
+    A block's products are summed by themselves: tensor cores truncate what they add to, which
+    over a long K costs bits, so the long sum is left to rounded fp32 additions.
+    """
+    part = tl.zeros(acc.shape, tl.float32)
     if a.dtype == tl.bfloat16:
         b0, b1, b2 = _thirds(b)
-        acc = _dot(a, b0, _dot(a, b1, _dot(a, b2, acc)))
+        part = _dot(a, b0, _dot(a, b1, _dot(a, b2, part)))
     elif b.dtype == tl.bfloat16:
         a0, a1, a2 = _thirds(a)
-        acc = _dot(a0, b, _dot(a1, b, _dot(a2, b, acc)))
+        part = _dot(a0, b, _dot(a1, b, _dot(a2, b, part)))
     else:
         a0, a1, a2 = _thirds(a)
         b0, b1, b2 = _thirds(b)
-        acc = _dot(a1, b1, _dot(a2, b0, _dot(a0, b2, acc)))
-        acc = _dot(a0, b0, _dot(a1, b0, _dot(a0, b1, acc)))
-    return acc
+        part = _dot(a1, b1, _dot(a2, b0, _dot(a0, b2, part)))
+        part = _dot(a0, b0, _dot(a1, b0, _dot(a0, b1, part)))
+    return acc + part

@@ -39,7 +39,7 @@ COLUMNS = {torch.uint8: 16, torch.bfloat16: 8}  # of one 16-byte piece
 Tiles = dict[str, Any]
 
 
-def _is_packed(device: Target) -> bool:
+def is_packed(device: Target) -> bool:
     """Whether pairs of bf16 multiply in one instruction of inline assembly."""
     return device.backend == "cuda"
 
@@ -90,7 +90,7 @@ def _few_tokens(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, ou
         EVEN=n % tiles["ROWS"] == 0 and k % (block * tiles["W"]) == 0,
         SHARED_SCALE=n % GROUP == 0 or groups == 1,
         KWIDTH=4,
-        PACKED=_is_packed(target(x.device)),
+        PACKED=is_packed(target(x.device)),
         num_warps=tiles["W"],
         **tiles,
     )
@@ -102,8 +102,11 @@ def _takes_few(x: Tensor, w: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------- many tokens
-def _dequantize(q: Tensor, s: Tensor, tall: int) -> Tensor:
-    """e4m3 [R, K] with a scale per `tall` rows and 32 columns -> bf16 [R, K], contiguous."""
+def dequantize(q: Tensor, s: Tensor, tall: int, eights: bool = False) -> Tensor:
+    """e4m3 [R, K] with a scale per `tall` rows and 32 columns -> bf16 [R, K], contiguous.
+
+    `eights`: the columns of each eight in the order 0 4 1 5 2 6 3 7 (K divisible by 8).
+    """
     rows, k = q.shape
     out = torch.empty(rows, k, dtype=torch.bfloat16, device=q.device)
     if not out.numel():
@@ -124,8 +127,9 @@ def _dequantize(q: Tensor, s: Tensor, tall: int) -> Tensor:
         q.stride(0) // 4,
         s.stride(0),
         TALL=tall,
+        EIGHTS=eights,
         BLOCK=block,
-        PACKED=_is_packed(target(q.device)),
+        PACKED=is_packed(target(q.device)),
         num_warps=4,
     )
     return out
@@ -199,7 +203,7 @@ def linear_fp8(
     if _takes_few(q, weight):
         _few_tokens(q[:, None], s, weight, scale, out[:, None])
     else:
-        _matmul(_dequantize(q, s, 1), _dequantize(weight, scale, GROUP), out, 1)
+        _matmul(dequantize(q, s, 1), dequantize(weight, scale, GROUP), out, 1)
     return out
 
 
@@ -223,7 +227,7 @@ def linear_fp4(
     grid = (min(triton.cdiv(w.numel(), block), MAX_PROGRAMS),)
     sizes = (w.numel(), w.shape[1], weight.stride(0), scale.stride(0))
     _dequantize_fp4_kernel[grid](weight, scale, w, *sizes, BLOCK=block)
-    _matmul(_dequantize(q, s, 1), w, out, 1)
+    _matmul(dequantize(q, s, 1), w, out, 1)
     return out
 
 
@@ -268,7 +272,7 @@ def linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
         _few_tokens(x, None, weight, scale, out)
         return out
     if scale is not None:
-        weight = _dequantize(weight, scale, GROUP)
+        weight = dequantize(weight, scale, GROUP)
     flat = torch.as_strided(x, (tokens, groups * k), (x.stride(0), 1))
     _matmul(flat, weight, out, groups)
     return out
