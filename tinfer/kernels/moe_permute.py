@@ -22,7 +22,7 @@ from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason,
 from tinfer.kernels._jit import to_bf16, to_fp32
 
 FILL_BLOCK = 4096
-COUNT_TILE = 16  # blocks whose counts are added at a time
+TILE = 16  # blocks whose counts are added, and rows that are compared, at a time
 MAX_EXPERTS = 4095
 MAX_FILL = 8192  # rows that one program fills beside its other work
 
@@ -109,11 +109,11 @@ def _permute_place_kernel(
         if block == 0:
             tl.store(expert_start + bins, start, mask=bins < E)
             tl.store(expert_end + bins, start + total, mask=bins < E)
-        same = (
-            expert[:, None] == _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), N, E)[None, :]
-        )
-        earlier = tl.arange(0, BLOCK)[:, None] > tl.arange(0, BLOCK)[None, :]
-        rank = tl.sum((same & earlier).to(tl.int32), axis=1)
+        rank = tl.zeros([BLOCK], tl.int32)
+        for first in range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, N), TILE):
+            other = first + tl.arange(0, TILE)
+            same = _expert_of(ids, other, N, E)[:, None] == expert[None, :]
+            rank += tl.sum((same & (other[:, None] < item[None, :])).to(tl.int32), axis=0)
         tl.debug_barrier()  # the bases (and the filling) are read (and overwritten) by all threads
         routed = expert < E
         base = tl.load(bases + block * BINS + expert, mask=routed, other=0)
@@ -179,7 +179,7 @@ def expert_permute(
         E=num_experts,
         BLOCK=block,
         BINS=bins,
-        TILE=COUNT_TILE,
+        TILE=TILE,
         FILL=FILL_BLOCK,
         ALONE=alone,
         num_warps=warps,
