@@ -47,7 +47,7 @@ class Cache:
         self.index_layout = KVLayout.index_fp4(config.index_head_dim, page)
         # A pass writes up to `chunk` rows (or a draft block) before the oldest one is read.
         span = self.window + max(size.chunk, 1 + draft)
-        self.ring = min(-(-span // page), -(-(size.length + draft) // page)) * page
+        self.ring = self.window_layout.pages(min(span, size.length + draft)) * page
         layers = config.n_layers + config.n_mtp_layers
         self.window_table = self._dense_table(self.ring // page)
         self.windows = [self._pages(self.window_layout, self.ring // page) for _ in range(layers)]
@@ -62,7 +62,8 @@ class Cache:
         self.engram_history = torch.zeros(shape, dtype=torch.int32, device=self.device)
 
     def _add_source(self, layer: int, ratio: int, dim: int, draft: int) -> None:
-        blocks = -(-(-(-self.size.length // ratio)) // self.page_size)
+        groups = -(-self.size.length // ratio)
+        blocks = self.compressed_layout.pages(groups)
         self.compressed[layer] = self._pages(self.compressed_layout, blocks)
         self.index_keys[layer] = self._pages(self.index_layout, blocks)
         self.compressed_table.setdefault(ratio, self._dense_table(blocks))
