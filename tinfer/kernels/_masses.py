@@ -33,21 +33,40 @@ def slope_of(temperature):
 
 
 @triton.jit
+def _horner(acc, r, C: tl.constexpr):
+    """uint32 floor(acc * r / 2^32) + C, written so that it becomes one multiply-add."""
+    return ((acc.to(tl.uint64) * r.to(tl.uint64) + (C << 32)) >> 32).to(tl.uint32)
+
+
+@triton.jit
 def weight_q31(x, top, slope):
     """fp32 logits -> uint32 weights; `top` is the row's maximum, whose weight is 2^31."""
     y = (x - top) * slope
     alive = y >= -31.0  # below, the weight is 0 before -32 is reached; false for NaN
     q = tl.floor(tl.where(alive, y, -31.0) * 16777216.0).to(tl.int32)
     r = q.to(tl.uint32, bitcast=True) << 8
-    acc = tl.umulhi(tl.full(r.shape, 0x00016B1B, tl.uint32), r) + 0x00095F92
-    acc = tl.umulhi(acc, r) + 0x005802C2
-    acc = tl.umulhi(acc, r) + 0x027608DC
-    acc = tl.umulhi(acc, r) + 0x0E35981A
-    acc = tl.umulhi(acc, r) + 0x3D7F7986
-    acc = tl.umulhi(acc, r) + 0xB1721816
-    half = (tl.umulhi(acc, r) >> 1) | 0x80000000
+    acc = _horner(tl.full(r.shape, 0x00016B1B, tl.uint32), r, 0x00095F92)
+    acc = _horner(acc, r, 0x005802C2)
+    acc = _horner(acc, r, 0x027608DC)
+    acc = _horner(acc, r, 0x0E35981A)
+    acc = _horner(acc, r, 0x3D7F7986)
+    acc = _horner(acc, r, 0xB1721816)
+    half = tl.umulhi(acc, r >> 1) + 0x80000000
     shift = (-(q >> 24)).to(tl.uint32, bitcast=True)
     return tl.where(alive, half >> shift, 0)
+
+
+@triton.jit
+def lane_sum(x, SIZE: tl.constexpr):
+    """[SIZE] -> sums of 4 neighbours, which one thread holds: fewer accumulators in a loop."""
+    LANE: tl.constexpr = min(SIZE, 4)
+    return tl.sum(tl.reshape(x, [SIZE // LANE, LANE]), axis=1)
+
+
+@triton.jit
+def share_of_total(total, part):
+    """int64 floor(total * part / 2^31) for total < 2^48 and part < 2^32."""
+    return (total >> 31) * part + (((total & 0x7FFFFFFF) * part) >> 31)
 
 
 @triton.jit

@@ -1,10 +1,10 @@
-"""The kernel that closes a row's record: which candidates are kept, and their weights' sum.
+"""The search for a row's cut: the last candidate that top-k and top-p keep.
 
-One program per row. The cut is the first candidate, in the order (logit descending, id
-ascending), at which the inclusive count reaches top-k or the inclusive weight passes top-p's
-threshold. The fine bins of the range around it give the bin it falls into; the few candidates of
-that bin are collected and ranked pairwise. Where the range missed the cut or the bin holds too
-many, a bisection over the logits' bit patterns, one pass over the row a step, finds it.
+It is the first candidate, in the order (logit descending, id ascending), at which the inclusive
+count reaches top-k or the inclusive weight passes top-p's threshold. The fine bins of the range
+around it give the bin it falls into; the few candidates of that bin are collected and ranked
+pairwise. Where the range missed the cut or the bin holds too many, a bisection over the logits'
+bit patterns, one pass over the row a step, finds it.
 """
 
 from __future__ import annotations
@@ -12,51 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._jit import to_fp32
-from tinfer.kernels._masses import (
-    BAD_PARAMETER,
-    GREEDY_BELOW,
-    INFINITY,
-    NO_TOKEN,
-    NOT_FINITE,
-    OK,
-    is_bad,
-    slope_of,
-    top_k_limit,
-    top_p_threshold,
-    weight_q31,
-)
-from tinfer.kernels._sample_rows import (
-    ABOVE,
-    ABOVE_COUNT,
-    BINS,
-    COUNT,
-    CUT_ID,
-    ENDED,
-    FINE,
-    FIRST,
-    GREEDY,
-    KEPT,
-    MEMBERS,
-    MODE,
-    ROW_FIRST,
-    SAMPLED,
-    STATUS,
-    TOTAL,
-    fine_bin,
-    scaled_bin,
-)
+from tinfer.kernels._masses import INFINITY, weight_q31
+from tinfer.kernels._sample_slices import BINS, FINE, fine_bin, load_tile, scaled_bin
 
+MEMBERS = tl.constexpr(256)  # candidates of one fine bin that are ranked pairwise
 NO_ID = tl.constexpr(2**31 - 1)
 STEP = tl.constexpr(32)  # candidates compared with all collected ones at a time
-
-
-@triton.jit
-def _load_slices(
-    part, row, PLANES: tl.constexpr, plane, SLICES: tl.constexpr, PADDED: tl.constexpr
-):
-    s = tl.arange(0, PADDED)
-    return tl.load(part + (row * PLANES + plane) * SLICES + s, mask=s < SLICES, other=0)
 
 
 @triton.jit
@@ -71,8 +32,8 @@ def _collect(source, V, slope, low, high, x_out, id_out, counter, TILE: tl.const
     """Append the candidates whose scaled logit lies in low..high, in any order; how many."""
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
-        x = to_fp32(tl.load(source + column, mask=column < V, other=-INFINITY))
-        t = x * (slope * 4.0)
+        x = load_tile(source, column, V)
+        t = scaled_bin(x, slope)[1]
         hit = (t >= low) & (t <= high) & (column < V)
         at = tl.atomic_add(counter + tl.zeros([TILE], tl.int32), 1, mask=hit, sem="relaxed")
         hit = hit & (at < MEMBERS)
@@ -130,7 +91,7 @@ def _bin_keys(source, V, slope, place, TILE: tl.constexpr):
     least, greatest = tl.full([TILE], NO_ID, tl.int32), tl.full([TILE], -NO_ID, tl.int32)
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
-        x = to_fp32(tl.load(source + column, mask=column < V, other=-INFINITY))
+        x = load_tile(source, column, V)
         hit = (column < V) & _is_in_bin(x, slope, top_bin, upper, lower, wanted)
         least = tl.minimum(least, tl.where(hit, _key(x), NO_ID))
         greatest = tl.maximum(greatest, tl.where(hit, _key(x), -NO_ID))
@@ -143,7 +104,7 @@ def _sums_from(source, V, key, top, slope, TILE: tl.constexpr):
     count, weight = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int64)
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
-        x = to_fp32(tl.load(source + column, mask=column < V, other=-INFINITY))
+        x = load_tile(source, column, V)
         hit = (column < V) & (_key(x) >= key)
         count += hit.to(tl.int32)
         weight += tl.where(hit, weight_q31(x, top, slope), 0).to(tl.int64)
@@ -156,7 +117,7 @@ def _nth_id(source, V, value, n, TILE: tl.constexpr):
     seen, found = tl.full([], 0, tl.int32), tl.full([], -1, tl.int32)
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
-        x = to_fp32(tl.load(source + column, mask=column < V, other=INFINITY))
+        x = load_tile(source, column, V)
         same = ((x == value) & (column < V)).to(tl.int32)
         hit = (same > 0) & (tl.cumsum(same) + seen == n)
         found = tl.maximum(found, tl.max(tl.where(hit, column, -1)))
@@ -183,7 +144,7 @@ def _bisect(source, V, low, high, top, slope, limit, threshold, TILE: tl.constex
 
 
 @triton.jit
-def _find_cut(
+def find_cut(
     source,
     V,
     place,  # (top_bin, upper, lower)
@@ -245,80 +206,3 @@ def _find_cut(
     if low <= high:
         cut, cut_id, kept = _bisect(source, V, low, high, top, slope, limit, threshold, TILE)
     return cut, cut_id, kept
-
-
-@triton.jit(do_not_specialize=["V"])
-def _sample_cut_kernel(
-    logits,  # fp32 | bf16 [B, V]
-    temperature,  # fp32 [B]
-    top_k,  # int32 [B]
-    top_p,  # fp32 [B]
-    min_p,  # fp32 [B]
-    maxima,  # fp32 [B, SLICES]
-    part32,  # int32 [B, 5, SLICES]
-    part64,  # int64 [B, 3, SLICES]
-    fine_weight,  # int64 [B, FINE]
-    fine_count,  # int32 [B, FINE]
-    ranges,  # int32 [B, 3]
-    members,  # int32 [B]
-    member_x,  # fp32 [B, MEMBERS]
-    member_id,  # int32 [B, MEMBERS]
-    record32,  # int32 [B, 4]
-    record_x,  # fp32 [B, 2]
-    kept_total,  # int64 [B]
-    stride,
-    V,
-    SLICES: tl.constexpr,
-    PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    t, p = tl.load(temperature + row), tl.load(top_p + row)
-    k, floor = tl.load(top_k + row), tl.load(min_p + row)
-    s = tl.arange(0, PADDED)
-    tops = tl.load(maxima + row * SLICES + s, mask=s < SLICES, other=-INFINITY)
-    top = tl.max(tops)
-    firsts = _load_slices(part32, row, 5, FIRST, SLICES, PADDED)
-    first = tl.min(tl.where((tops == top) & (s < SLICES), firsts, V))
-    status = tl.where(is_bad(t, p, floor), BAD_PARAMETER, OK)
-    status = tl.where(top == -INFINITY, NO_TOKEN, status)
-    status = tl.where(top == INFINITY, NOT_FINITE, status)
-    mode = tl.where(status != OK, ENDED, tl.where(t < GREEDY_BELOW, GREEDY, SAMPLED))
-    cut, cut_id = tl.full([], -INFINITY, tl.float32), tl.full([], NO_ID, tl.int32)
-    kept = tl.full([], 2147483648, tl.int64)
-    if mode == SAMPLED:
-        limit = top_k_limit(k, V)
-        threshold = tl.sum(_load_slices(part64, row, 3, TOTAL, SLICES, PADDED))
-        threshold = top_p_threshold(threshold, p)
-        kept = tl.sum(_load_slices(part64, row, 3, KEPT, SLICES, PADDED))
-        count = tl.sum(_load_slices(part32, row, 5, COUNT, SLICES, PADDED))
-        if (count >= limit) | (kept > threshold):
-            place = (
-                tl.load(ranges + row * 3),
-                tl.load(ranges + row * 3 + 1),
-                tl.load(ranges + row * 3 + 2),
-            )
-            cut, cut_id, kept = _find_cut(
-                logits + row * stride,
-                V,
-                place,
-                fine_weight + row * FINE,
-                fine_count + row * FINE,
-                tl.sum(_load_slices(part64, row, 3, ABOVE, SLICES, PADDED)),
-                tl.sum(_load_slices(part32, row, 5, ABOVE_COUNT, SLICES, PADDED)),
-                member_x + row * MEMBERS,
-                member_id + row * MEMBERS,
-                members + row,
-                top,
-                slope_of(t),
-                limit,
-                threshold,
-                TILE,
-            )
-    tl.store(record32 + row * 4 + STATUS, status)
-    tl.store(record32 + row * 4 + ROW_FIRST, first)
-    tl.store(record32 + row * 4 + CUT_ID, cut_id)
-    tl.store(record32 + row * 4 + MODE, mode)
-    tl.store(record_x + row * 2, top)
-    tl.store(record_x + row * 2 + 1, cut)
-    tl.store(kept_total + row, kept)

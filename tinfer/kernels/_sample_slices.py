@@ -1,13 +1,15 @@
 """Kernels over slices of rows that turn logits into integer masses, and the record of a row.
 
-Every row is cut into slices of BLOCK columns, one program each:
+Every row is cut into slices of BLOCK columns, one program each, which works in tiles:
 
 1. stats    a slice's maximum and its first index; for rows with top-k or top-p the number of
             logits in each of 128 bins of a quarter octave of probability below that maximum.
 2. weights  sums of the exact weights, now that the row's maximum is known. The bins' counts tell
             about where the cut is; the exact weights of that range are added up in finer bins.
-3. cut      (`_sample_cut`) the exact last candidate kept, and the kept weights' sum.
-4. floors   sums of the masses after division, whose shortfall goes to the first candidate.
+3. row      (`_sample_row`) the exact last candidate kept and the kept weights' sum; rows without
+            a cut are mostly drawn from at once.
+4. floors   for the others: sums of the masses after division, whose shortfall goes to the first
+            candidate.
 
 Bins only direct the search. Every sum that decides anything is of integers, so neither the
 split nor the order of the atomics shows in a result.
@@ -24,6 +26,7 @@ from tinfer.kernels._masses import (
     INFINITY,
     divide,
     is_bad,
+    lane_sum,
     min_p_threshold,
     reciprocal,
     slope_of,
@@ -36,13 +39,25 @@ BINS = tl.constexpr(128)  # of a quarter octave: 32 octaves, all that have a wei
 FINE = tl.constexpr(1024)  # bins of the range around the cut
 HEAD = tl.constexpr(2048)  # the range reaches down to this many candidates at least
 AHEAD = tl.constexpr(8192)  # ... and up to the first one unless more than these come before
-MEMBERS = tl.constexpr(256)  # candidates of one fine bin that are ranked pairwise
 # Planes of the per-slice sums.
 FIRST, TOP_BIN, COUNT, ABOVE_COUNT, MASS = (tl.constexpr(i) for i in range(5))
 TOTAL, KEPT, ABOVE = (tl.constexpr(i) for i in range(3))
 # Columns of the per-row record.
 STATUS, ROW_FIRST, CUT_ID, MODE = (tl.constexpr(i) for i in range(4))
-ENDED, GREEDY, SAMPLED = (tl.constexpr(i) for i in range(3))
+ENDED, GREEDY, SAMPLED, DRAWN = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def load_tile(row_start, column, V):
+    """fp32 logits of some columns, -inf beyond the row."""
+    return to_fp32(tl.load(row_start + column, mask=column < V, other=-INFINITY))
+
+
+@triton.jit
+def load_slices(part, row, plane, PLANES: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr):
+    """[PADDED] values of one plane of a row's per-slice sums, 0 beyond the slices."""
+    s = tl.arange(0, PADDED)
+    return tl.load(part + (row * PLANES + plane) * SLICES + s, mask=s < SLICES, other=0)
 
 
 @triton.jit
@@ -86,7 +101,7 @@ def _locate(bins, part32, row, top_k, top_p, V, SLICES: tl.constexpr, PADDED: tl
     return top_bin, upper, tl.minimum(lower, BINS - 1)
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _sample_stats_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -102,15 +117,22 @@ def _sample_stats_kernel(
     V,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
-    column = s * BLOCK + tl.arange(0, BLOCK)
-    x = to_fp32(tl.load(logits + row * stride + column, mask=column < V, other=-INFINITY))
-    strange = (x != x) | (x == INFINITY)
-    top = tl.max(tl.where(strange, -INFINITY, x))
-    first = tl.min(tl.where(x == top, column, V))
-    top = tl.where(tl.max(strange.to(tl.int32)) > 0, INFINITY, top)
+    source = logits + row * stride
+    best, at = tl.full([TILE], -INFINITY, tl.float32), tl.zeros([TILE], tl.int32)
+    strange = tl.zeros([TILE], tl.int32)
+    for i in range(BLOCK // TILE):
+        column = s * BLOCK + i * TILE + tl.arange(0, TILE)
+        x = load_tile(source, column, V)
+        strange |= ((x != x) | (x == INFINITY)).to(tl.int32)
+        at = tl.where((x > best) | (i == 0), column, at)
+        best = tl.maximum(best, x)
+    top = tl.max(best)
+    first = tl.min(tl.where(best == top, at, V))
+    top = tl.where(tl.max(strange) > 0, INFINITY, top)
     tl.store(maxima + row * SLICES + s, top)
     tl.store(part32 + (row * 5 + FIRST) * SLICES + s, first)
 
@@ -118,21 +140,24 @@ def _sample_stats_kernel(
     if (t >= GREEDY_BELOW) & wants_cut(tl.load(top_k + row), tl.load(top_p + row), V):
         slope = slope_of(t)
         top_bin = scaled_bin(top, slope)[0]
+        counts = tl.zeros([BINS], tl.int32)
+        for i in range(BLOCK // TILE):
+            column = s * BLOCK + i * TILE + tl.arange(0, TILE)
+            depth = top_bin - scaled_bin(load_tile(source, column, V), slope)[0]
+            depth = tl.maximum(tl.minimum(depth, BINS - 1), 0)
+            counts += tl.histogram(depth, BINS)
         tl.store(part32 + (row * 5 + TOP_BIN) * SLICES + s, top_bin)
-        depth = tl.minimum(top_bin - scaled_bin(x, slope)[0], BINS - 1)
-        depth = tl.where(column < V, tl.maximum(depth, 0), BINS - 1)
-        tl.store(bins + (row * SLICES + s) * BINS + tl.arange(0, BINS), tl.histogram(depth, BINS))
+        tl.store(bins + (row * SLICES + s) * BINS + tl.arange(0, BINS), counts)
         SHARE: tl.constexpr = FINE // triton.next_power_of_2(SLICES)
-        fine = row * FINE + s * SHARE + tl.arange(0, SHARE)
-        if s == 0:
-            tl.store(members + row, 0)
-        for at in range(s * SHARE, FINE, SLICES * SHARE):
-            fine = row * FINE + at + tl.arange(0, SHARE)
+        for start in range(s * SHARE, FINE, SLICES * SHARE):
+            fine = row * FINE + start + tl.arange(0, SHARE)
             tl.store(fine_weight + fine, tl.zeros([SHARE], tl.int64))
             tl.store(fine_count + fine, tl.zeros([SHARE], tl.int32))
+        if s == 0:
+            tl.store(members + row, 0)
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
 def _sample_weights_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -151,43 +176,88 @@ def _sample_weights_kernel(
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     t, p = tl.load(temperature + row), tl.load(top_p + row)
     k, floor = tl.load(top_k + row), tl.load(min_p + row)
-    at = tl.arange(0, PADDED)
-    top = tl.max(tl.load(maxima + row * SLICES + at, mask=at < SLICES, other=-INFINITY))
+    slices = tl.arange(0, PADDED)
+    tops = tl.load(maxima + row * SLICES + slices, mask=slices < SLICES, other=-INFINITY)
+    top = tl.max(tops)
     ended = (top == INFINITY) | (top == -INFINITY) | is_bad(t, p, floor)
     if (ended == 0) & (t >= GREEDY_BELOW):
-        slope = slope_of(t)
-        column = s * BLOCK + tl.arange(0, BLOCK)
-        x = to_fp32(tl.load(logits + row * stride + column, mask=column < V, other=-INFINITY))
-        w = weight_q31(x, top, slope)
-        enough = (w >= min_p_threshold(floor)) & (column < V)
-        tl.store(part64 + (row * 3 + TOTAL) * SLICES + s, tl.sum(w.to(tl.int64)))
-        kept = tl.sum(tl.where(enough, w, 0).to(tl.int64))
-        tl.store(part64 + (row * 3 + KEPT) * SLICES + s, kept)
-        tl.store(part32 + (row * 5 + COUNT) * SLICES + s, tl.sum(enough.to(tl.int32)))
-        if wants_cut(k, p, V):
+        slope, least = slope_of(t), min_p_threshold(floor)
+        source = logits + row * stride
+        is_cut = wants_cut(k, p, V)
+        top_bin, upper = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        lower = tl.full([], 0, tl.int32)
+        if is_cut:
             top_bin, upper, lower = _locate(bins, part32, row, k, p, V, SLICES, PADDED)
+        total = lane_sum(tl.zeros([TILE], tl.int64), TILE)
+        kept, above, above_count, count = total, total, total, total
+        for i in range(BLOCK // TILE):
+            column = s * BLOCK + i * TILE + tl.arange(0, TILE)
+            x = load_tile(source, column, V)
+            w = weight_q31(x, top, slope)
+            total += lane_sum(w.to(tl.int64), TILE)
+            if floor > 0:
+                enough = w >= least
+                kept += lane_sum(tl.where(enough, w, 0).to(tl.int64), TILE)
+                count += lane_sum(enough.to(tl.int64), TILE)
+            if is_cut:
+                coarse, scaled = scaled_bin(x, slope)
+                depth = tl.minimum(top_bin - coarse, BINS - 1)
+                before = (depth < upper) & (column < V)
+                above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
+                above_count += lane_sum(before.to(tl.int64), TILE)
+                inside = (depth >= upper) & (depth <= lower) & (column < V)
+                fine = row * FINE + fine_bin(scaled, top_bin, upper, lower)
+                tl.atomic_add(fine_weight + fine, w.to(tl.int64), mask=inside, sem="relaxed")
+                tl.atomic_add(fine_count + fine, 1, mask=inside, sem="relaxed")
+        whole, columns = tl.sum(total), tl.minimum(V - s * BLOCK, BLOCK)
+        tl.store(part64 + (row * 3 + TOTAL) * SLICES + s, whole)
+        kept_sum = tl.where(floor > 0, tl.sum(kept), whole)
+        tl.store(part64 + (row * 3 + KEPT) * SLICES + s, kept_sum)
+        enough_sum = tl.where(floor > 0, tl.sum(count).to(tl.int32), columns)
+        tl.store(part32 + (row * 5 + COUNT) * SLICES + s, enough_sum)
+        if is_cut:
+            tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, tl.sum(above))
+            above_sum = tl.sum(above_count).to(tl.int32)
+            tl.store(part32 + (row * 5 + ABOVE_COUNT) * SLICES + s, above_sum)
             if s == 0:
                 tl.store(ranges + row * 3, top_bin)
                 tl.store(ranges + row * 3 + 1, upper)
                 tl.store(ranges + row * 3 + 2, lower)
-            coarse, scaled = scaled_bin(x, slope)
-            depth = tl.minimum(top_bin - coarse, BINS - 1)
-            above = (depth < upper) & (column < V)
-            total = tl.sum(tl.where(above, w, 0).to(tl.int64))
-            tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, total)
-            tl.store(part32 + (row * 5 + ABOVE_COUNT) * SLICES + s, tl.sum(above.to(tl.int32)))
-            inside = (depth >= upper) & (depth <= lower) & (column < V)
-            fine = row * FINE + fine_bin(scaled, top_bin, upper, lower)
-            tl.atomic_add(fine_weight + fine, w.to(tl.int64), mask=inside, sem="relaxed")
-            tl.atomic_add(fine_count + fine, 1, mask=inside, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
+def load_record(row, temperature, min_p, record32, record_x, kept_total):
+    """What `floor_mass` needs of a sampled row, loaded once."""
+    total = tl.load(kept_total + row)
+    return (
+        slope_of(tl.load(temperature + row)),
+        tl.load(min_p + row),
+        tl.load(record_x + row * 2),
+        tl.load(record_x + row * 2 + 1),
+        tl.load(record32 + row * 4 + CUT_ID),
+        total,
+        reciprocal(total),
+    )
+
+
+@triton.jit
+def floor_mass(x, column, record):
+    """uint32 floor(w * 2^31 / W') of a sampled row's logits, 0 where they are cut."""
+    slope, floor, top, cut, cut_id, total, inverse = record
+    w = weight_q31(x, top, slope)
+    if (cut > -INFINITY) | (floor > 0):
+        keep = (x > cut) | ((x == cut) & (column <= cut_id))
+        w = tl.where(keep & (w >= min_p_threshold(floor)), w, 0)
+    return divide(w, total, inverse)
+
+
+@triton.jit
 def _sample_floors_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -200,27 +270,18 @@ def _sample_floors_kernel(
     V,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
-    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
-        column = s * BLOCK + tl.arange(0, BLOCK)
-        x = to_fp32(tl.load(logits + row * stride + column, mask=column < V, other=-INFINITY))
-        mass = floor_mass(x, column, row, temperature, min_p, record32, record_x, kept_total)
-        total = tl.sum(mass.to(tl.int32, bitcast=True))
-        tl.store(part32 + (row * 5 + MASS) * SLICES + s, total)
+    mode = tl.load(record32 + row * 4 + MODE)
+    if mode == SAMPLED:
+        record = load_record(row, temperature, min_p, record32, record_x, kept_total)
+        total = lane_sum(tl.zeros([TILE], tl.int32), TILE)
+        for i in range(BLOCK // TILE):
+            column = s * BLOCK + i * TILE + tl.arange(0, TILE)
+            mass = floor_mass(load_tile(logits + row * stride, column, V), column, record)
+            total += lane_sum(mass.to(tl.int32, bitcast=True), TILE)
+        tl.store(part32 + (row * 5 + MASS) * SLICES + s, tl.sum(total))
     else:
         tl.store(part32 + (row * 5 + MASS) * SLICES + s, 0)
-
-
-@triton.jit
-def floor_mass(x, column, row, temperature, min_p, record32, record_x, kept_total):
-    """uint32 floor(w * 2^31 / W') of a sampled row's logits, 0 where they are cut."""
-    slope = slope_of(tl.load(temperature + row))
-    top, cut = tl.load(record_x + row * 2), tl.load(record_x + row * 2 + 1)
-    cut_id = tl.load(record32 + row * 4 + CUT_ID)
-    total = tl.load(kept_total + row)
-    w = weight_q31(x, top, slope)
-    keep = (x > cut) | ((x == cut) & (column <= cut_id))
-    keep = keep & (w >= min_p_threshold(tl.load(min_p + row)))
-    return divide(tl.where(keep, w, 0), total, reciprocal(total))
