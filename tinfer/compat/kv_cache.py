@@ -77,7 +77,7 @@ def store_kv(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> None:
     """Quantize rows and write them at their slots, in place.
 
     x       bf16 [T, dim]
-    slots   int64 [T], each used once; -1 writes nothing (and that row is not read)
+    slots   int64 [T], each used once; -1 writes nothing
     cache   uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes. A slot beyond the cache is undefined.
@@ -158,7 +158,7 @@ def store_kv_rope(
     weight     bf16 or fp32 [dim], or None for rows that are already normed
     cos_sin    fp32 [L, R] = [cos (R/2) | sin (R/2)], turning adjacent channel pairs
     positions  int64 [T], below L where slots >= 0
-    slots      int64 [T]; -1 writes nothing and reads neither row nor position
+    slots      int64 [T]; -1 writes nothing, whatever its position is
     cache      uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes.

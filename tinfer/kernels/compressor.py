@@ -22,7 +22,7 @@ from tinfer.compat import compressor as ref
 from tinfer.kernels._jit import to_bf16
 
 MAX_PROGRAMS = 65535
-ONE_LAUNCH_TOKENS = 256
+ONE_LAUNCH_TOKENS = 64
 
 
 @triton.jit
@@ -50,6 +50,65 @@ def _member(
     return kv, score
 
 
+@triton.jit
+def _pool_tile(
+    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr, out_ptr,
+    tile, channel, tokens, kv_stride, score_stride, ring,
+    D: tl.constexpr, RATIO: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Pooled rows tile * ROWS .., by a running softmax over the members of each group."""
+    inside = channel < D
+    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live = row < tokens
+    seq = tl.load(seq_ptr + row, mask=live, other=-1)
+    position = tl.load(positions_ptr + row, mask=seq >= 0, other=0)
+    want = (seq >= 0) & ((position + 1) % RATIO == 0)
+    top = tl.full([ROWS, CHANNELS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    pooled = tl.zeros([ROWS, CHANNELS], tl.float32)
+    for i in tl.static_range(RATIO):
+        kv, score = _member(
+            kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+            row, position, seq, want, channel, inside, RATIO - 1 - i,
+            kv_stride, score_stride, ring, D,
+        )  # fmt: skip
+        new_top = tl.maximum(top, score)
+        keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
+        weight = tl.where(score == new_top, 1.0, tl.exp(score - new_top))
+        total = total * keep + weight
+        pooled = pooled * keep + weight * kv
+        top = new_top
+    pooled = tl.where(want[:, None], tl.div_rn(pooled, total), 0.0)
+    at = out_ptr + row[:, None] * D + channel[None, :]
+    tl.store(at, to_bf16(pooled), mask=live[:, None] & inside[None, :])
+
+
+@triton.jit
+def _save_tile(
+    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+    tile, channel, tokens, kv_stride, score_stride, ring,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows of the tile that are among the last `ring` of their sequence, to the state."""
+    row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    live = row < tokens
+    seq = tl.load(seq_ptr + row, mask=live, other=-1)
+    later = row + ring < tokens
+    newer = tl.load(seq_ptr + row + ring, mask=live & later, other=-1)
+    last = (seq >= 0) & (newer != seq)
+    if tl.max(last.to(tl.int32), axis=0) > 0:
+        position = tl.load(positions_ptr + row, mask=last, other=0)
+        slot = tl.where(last, seq * ring + position % ring, 0)
+        mask = last[:, None] & (channel < D)[None, :]
+        at = row[:, None] * kv_stride + channel[None, :]
+        kv = tl.load(kv_ptr + at, mask=mask, other=0.0)
+        at = row[:, None] * score_stride + channel[None, :]
+        score = tl.load(score_ptr + at, mask=mask, other=0.0)
+        at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
+        tl.store(at, kv, mask=mask)
+        tl.store(at + D, score, mask=mask)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _compress_pool_kernel(
     kv_ptr,  # fp32 [T, D]
@@ -71,64 +130,35 @@ def _compress_pool_kernel(
 ):
     SLICES: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
     channel = (tl.program_id(0) % SLICES) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < D
     first, step = tl.program_id(0) // SLICES, tl.num_programs(0) // SLICES
     if POOL:
         for tile in range(first, tl.cdiv(tokens, ROWS), step):
-            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            live = row < tokens
-            position = tl.load(positions_ptr + row, mask=live, other=0)
-            seq = tl.load(seq_ptr + row, mask=live, other=-1)
-            want = (seq >= 0) & ((tl.where(seq >= 0, position, 0) + 1) % RATIO == 0)
-            top = tl.full([ROWS, CHANNELS], float("-inf"), tl.float32)
-            for i in tl.static_range(RATIO):
-                _, score = _member(
-                    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
-                    row, position, seq, want, channel, inside, RATIO - 1 - i,
-                    kv_stride, score_stride, ring, D,
-                )  # fmt: skip
-                top = tl.maximum(top, score)
-            total = tl.zeros([ROWS, CHANNELS], tl.float32)
-            pooled = tl.zeros([ROWS, CHANNELS], tl.float32)
-            for i in tl.static_range(RATIO):
-                kv, score = _member(
-                    kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
-                    row, position, seq, want, channel, inside, RATIO - 1 - i,
-                    kv_stride, score_stride, ring, D,
-                )  # fmt: skip
-                weight = tl.exp(score - top)
-                total += weight
-                pooled += weight * kv
-            pooled = tl.where(want[:, None], tl.div_rn(pooled, total), 0.0)
-            at = out_ptr + row[:, None] * D + channel[None, :]
-            tl.store(at, to_bf16(pooled), mask=live[:, None] & inside[None, :])
+            _pool_tile(
+                kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr, out_ptr,
+                tile, channel, tokens, kv_stride, score_stride, ring, D, RATIO, ROWS, CHANNELS,
+            )  # fmt: skip
     if POOL and SAVE:
         tl.debug_barrier()
     if SAVE:
         for tile in range(first, tl.cdiv(tokens, ROWS), step):
-            row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-            live = row < tokens
-            seq = tl.load(seq_ptr + row, mask=live, other=-1)
-            later = live & (row + ring < tokens)
-            newer = tl.load(seq_ptr + row + ring, mask=later, other=-1)
-            last = (seq >= 0) & ((later == 0) | (newer != seq))
-            position = tl.load(positions_ptr + row, mask=last, other=0)
-            slot = seq * ring + position % ring
-            mask = last[:, None] & inside[None, :]
-            kv = tl.load(kv_ptr + row[:, None] * kv_stride + channel[None, :], mask=mask, other=0.0)
-            at = score_ptr + row[:, None] * score_stride + channel[None, :]
-            score = tl.load(at, mask=mask, other=0.0)
-            at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
-            tl.store(at, kv, mask=mask)
-            tl.store(at + D, score, mask=mask)
+            _save_tile(
+                kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+                tile, channel, tokens, kv_stride, score_stride, ring, D, ROWS,
+            )  # fmt: skip
 
 
-def _compress_pool_tiles(tokens: int, dim: int) -> tuple[int, int, int]:
-    """(rows, channels, warps). One launch: 32 channels a program, so that the slices fill chips."""
+def _compress_pool_tiles(tokens: int, dim: int) -> list[tuple[bool, bool, int, int]]:
+    """(pool, save, rows, channels) of each launch; 4 warps.
+
+    One launch: the slices of channels are all the parallelism there is, so they are narrow
+    (32 x 32 and 64 x 32 tiles do not compile with Triton 3.6).
+    Saving scans all rows for the few it keeps, so its tiles are tall.
+    """
+    channels = triton.next_power_of_2(dim)
     if tokens <= ONE_LAUNCH_TOKENS:
-        return min(64, max(4, triton.next_power_of_2(tokens))), 32, 4
-    channels = min(512, triton.next_power_of_2(dim))
-    return max(1, 2048 // channels), channels, 4
+        return [(True, True, 32, min(16, channels))]
+    wide = min(512, channels)
+    return [(True, False, max(1, 2048 // wide), wide), (False, True, 64, min(32, channels))]
 
 
 def supports_compress_pool(
@@ -148,10 +178,9 @@ def compress_pool(
     out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=kv.device)
     if not out.numel():
         return out
-    rows, channels, warps = _compress_pool_tiles(tokens, dim)
-    once, slices = tokens <= ONE_LAUNCH_TOKENS, triton.cdiv(dim, channels)
-    tiles = 1 if once else min(triton.cdiv(tokens, rows), MAX_PROGRAMS // slices)
-    for pool, save in ((True, True),) if once else ((True, False), (False, True)):
+    for pool, save, rows, channels in _compress_pool_tiles(tokens, dim):
+        slices = triton.cdiv(dim, channels)
+        tiles = 1 if pool and save else min(triton.cdiv(tokens, rows), MAX_PROGRAMS // slices)
         _compress_pool_kernel[(tiles * slices,)](
             kv,
             score,
@@ -169,6 +198,6 @@ def compress_pool(
             CHANNELS=channels,
             POOL=pool,
             SAVE=save,
-            num_warps=warps,
+            num_warps=4,
         )
     return out

@@ -57,17 +57,17 @@ def _store_kv_kernel(
     channel = tl.arange(0, DP)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
         token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
-        live = slot >= 0
+        exists = token < tokens
+        slot = tl.load(slots_ptr + token, mask=exists, other=-1)
         at = x_ptr + token[:, None] * x_stride + channel[None, :]
-        x = tl.load(at, mask=live[:, None] & (channel < DIM)[None, :], other=0.0)
+        x = tl.load(at, mask=exists[:, None] & (channel < DIM)[None, :], other=0.0)
         if VALUE != "bf16" or weight_ptr is not None or cos_sin_ptr is not None:
             x = to_fp32(x)
         if weight_ptr is not None:
             x = norm_tile(x, weight_ptr, eps, DIM, DP)
         if cos_sin_ptr is not None:
-            position = tl.load(positions_ptr + token, mask=live, other=0)
-            x = rotate_tile(x, cos_sin_ptr, position, live, cos_sin_stride, ROWS, DIM, DP, ROPE)
+            position = tl.load(positions_ptr + token, mask=exists, other=0)
+            x = rotate_tile(x, cos_sin_ptr, position, slot >= 0, cos_sin_stride, ROWS, DIM, DP, ROPE)
         x = first_cast(x, ROWS, DP, FIRST_GROUP, FIRST_SCALE, NATIVE)
         store_tile(
             x,

@@ -1,13 +1,9 @@
 """Top-k positions of long rows, candidate blocks, and the compact columns they give.
 
 Memory: scores fp32 [T, N], any row stride; outputs int32. Rows longer than a program's block are
-cut into segments: each keeps its own top k as (key, index) pairs in index order, and the pairs
+cut into segments: each keeps its own top k as (score, index) pairs in index order, and the pairs
 are selected from again, until one block is left. The total order (score descending, index
-ascending) makes the outcome independent of the cutting.
-
-Selection: a score's bits become a signed integer key of the same order; the k-th largest key is
-found by bisection, counting keys that a program holds in registers; a prefix sum of the chosen,
-in index order, gives each its place. Ties at the k-th key are taken from the left.
+ascending) makes the outcome independent of the cutting. NaN scores pad the pairs.
 
 Numerics: exact. Source: `tinfer.compat.topk`.
 """
@@ -20,50 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import topk as ref
+from tinfer.kernels._select import choose, split_columns
 
 MAX_PROGRAMS = 65535
 MAX_K = 4096
-_LOWEST = tl.constexpr(-(2**31))  # key of what is not valid; -inf has a higher one
-
-
-@triton.jit
-def _key(score, valid):
-    """int32 keys ordered like the fp32 scores, -0 like 0; _LOWEST for NaN and the invalid."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where(valid & (score == score), key, _LOWEST)
-
-
-@triton.jit
-def _threshold(key, k):
-    """(least, ties, need): choose the keys >= least, and `need` of those equal to `ties`."""
-    count = tl.sum((key > _LOWEST).to(tl.int32), axis=0)  # keys >= low
-    low = count * 0 + (_LOWEST + 1)
-    high = tl.max(key, axis=0) + 1
-    above = count * 0  # keys >= high
-    while (count > k) & (high != low + 1):
-        middle = (low & high) + ((low ^ high) >> 1)
-        here = tl.sum((key >= middle).to(tl.int32), axis=0)
-        if here >= k:
-            low, count = middle, here
-        else:
-            high, above = middle, here
-    exact = count <= k
-    least = tl.where(exact, low, high)
-    ties = tl.where(exact, _LOWEST, low)
-    return least, ties, tl.where(exact, 0, k - above)
-
-
-@triton.jit
-def _places(key, least, ties, need):
-    """(chosen, place of the chosen in index order, how many)."""
-    sure = (key >= least).to(tl.int32)
-    tie = ((key == ties) & (key > _LOWEST)).to(tl.int32)
-    running = tl.cumsum(sure * 65536 + tie, axis=0)
-    tie_rank, sure_rank = running & 0xFFFF, running >> 16
-    chosen = (sure != 0) | ((tie != 0) & (tie_rank <= need))
-    place = sure_rank + tl.minimum(tie_rank, need) - 1
-    return chosen, place, tl.sum(chosen.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -72,23 +28,37 @@ def _blocks(length, most, SIZE: tl.constexpr):
     return tl.minimum((tl.maximum(length, 0) + SIZE - 1) // SIZE, most)
 
 
+@triton.jit
+def _put(out_ptr, step, place, flags, value, ROWS: tl.constexpr):
+    """Store the flagged values [ROWS, 4] from `place` on, row by row."""
+    flag0, flag1, flag2, flag3 = split_columns(flags, ROWS)
+    value0, value1, value2, value3 = split_columns(value, ROWS)
+    tl.store(out_ptr + place * step, value0, mask=flag0 != 0)
+    place += flag0
+    tl.store(out_ptr + place * step, value1, mask=flag1 != 0)
+    place += flag1
+    tl.store(out_ptr + place * step, value2, mask=flag2 != 0)
+    place += flag2
+    tl.store(out_ptr + place * step, value3, mask=flag3 != 0)
+
+
 @triton.jit(do_not_specialize=["tasks", "columns", "width", "k"])
 def _topk_kernel(
-    scores_ptr,  # fp32 [T, N], or int32 keys [T, segments * kept]
-    indices_ptr,  # int32 indices beside the keys, or None
+    scores_ptr,  # fp32 [T, N], or [T, segments * kept] of the pass before
+    indices_ptr,  # int32 indices of the pass before, or None
     lengths_ptr,  # int32 [T] beside scores
     offset_ptr,  # int32 [T] or None
-    keys_out_ptr,  # int32 [T, SEGMENTS * KEPT] for the next pass, or None
+    scores_out_ptr,  # fp32 [T, SEGMENTS * KEPT] for the next pass, or None
     out_ptr,  # int32 [T, k], or indices for the next pass
     tasks,
-    columns,
-    width,  # columns of the scores, in every pass
+    columns,  # of the scores, in every pass
+    width,  # columns of this pass
     k,
     row_stride,
     out_stride,
     out_step,
     SEGMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
     PIN: tl.constexpr,
@@ -96,45 +66,45 @@ def _topk_kernel(
 ):
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         row = tl.zeros((), tl.int64) + task // SEGMENTS
-        start = (task % SEGMENTS) * BLOCK
-        lane = tl.arange(0, BLOCK)
+        start = (task % SEGMENTS) * ROWS * 4
+        row_at = 4 * tl.arange(0, ROWS)
+        lane = row_at[:, None] + tl.arange(0, 4)[None, :]
         at = row * row_stride + start
         if indices_ptr is None:
-            visible = tl.minimum(tl.load(lengths_ptr + row), width)
+            visible = tl.minimum(tl.load(lengths_ptr + row), columns)
             if PIN > 0:
-                visible = tl.maximum(_blocks(tl.load(lengths_ptr + row), width, PIN) - 1, 0)
-            limit = tl.maximum(visible - start, 0)
+                visible = tl.maximum(_blocks(tl.load(lengths_ptr + row), columns, PIN) - 1, 0)
+            limit = visible - start
             readable = (limit + 15) // 16 * 16 if ALIGNED else limit
             score = tl.load(scores_ptr + at + lane, mask=lane < readable, other=0.0)
-            key = _key(score, lane < limit)
+            if limit < ROWS * 4:
+                score = tl.where(lane < limit, score, float("nan"))
             index = start + lane
         else:
-            readable = columns - start
-            key = tl.load(scores_ptr + at + lane, mask=lane < readable, other=_LOWEST)
-            index = tl.load(indices_ptr + at + lane, mask=lane < readable, other=-1)
-        least, ties, need = _threshold(key, k)
-        chosen, place, count = _places(key, least, ties, need)
-        chosen = chosen & (place < k)
-        count = tl.minimum(count, k)
+            mask = lane < width - start
+            score = tl.load(scores_ptr + at + lane, mask=mask, other=float("nan"))
+            index = tl.load(indices_ptr + at + lane, mask=mask, other=-1)
+        if offset_ptr is not None:
+            index += tl.load(offset_ptr + row)
+        flags = choose(score, k, ROWS)
+        sums = tl.sum(flags, axis=1)
+        count = tl.sum(sums, axis=0)
+        place = tl.cumsum(sums, axis=0) - sums
+        base = row * out_stride + (task % SEGMENTS) * KEPT * out_step
+        _put(out_ptr + base, out_step, place, flags, index, ROWS)
         filler = tl.arange(0, KEPT_BLOCK)
-        if keys_out_ptr is not None:
-            base = row * out_stride + (task % SEGMENTS) * KEPT
-            tl.store(keys_out_ptr + base + place, key, mask=chosen)
-            tl.store(out_ptr + base + place, index, mask=chosen)
-            empty = tl.full([KEPT_BLOCK], _LOWEST, tl.int32)
-            tl.store(keys_out_ptr + base + filler, empty, mask=(filler >= count) & (filler < KEPT))
+        rest = filler >= count
+        if scores_out_ptr is not None:
+            _put(scores_out_ptr + base, 1, place, flags, score, ROWS)
+            none = tl.full([KEPT_BLOCK], float("nan"), tl.float32)
+            tl.store(scores_out_ptr + base + filler, none, mask=rest & (filler < KEPT))
+        elif PIN > 0:
+            newest = _blocks(tl.load(lengths_ptr + row), columns, PIN) - 1
+            pin = tl.where(filler == count, newest, -1)
+            tl.store(out_ptr + base + filler * out_step, pin, mask=rest & (filler <= k))
         else:
-            base = out_ptr + row * out_stride
-            if offset_ptr is not None:
-                index += tl.load(offset_ptr + row)
-            tl.store(base + place * out_step, index, mask=chosen)
-            if PIN > 0:
-                newest = _blocks(tl.load(lengths_ptr + row), width, PIN) - 1
-                pin = tl.where(filler == count, newest, -1)
-                tl.store(base + filler * out_step, pin, mask=(filler >= count) & (filler <= k))
-            else:
-                none = tl.full([KEPT_BLOCK], -1, tl.int32)
-                tl.store(base + filler * out_step, none, mask=(filler >= count) & (filler < k))
+            none = tl.full([KEPT_BLOCK], -1, tl.int32)
+            tl.store(out_ptr + base + filler * out_step, none, mask=rest & (filler < k))
 
 
 @triton.jit(do_not_specialize=["tasks", "columns", "blocks", "tiles"])
@@ -208,8 +178,8 @@ def _restore_candidates_kernel(
 
 
 # ---------------------------------------------------------------- launching
-def _topk_tiles(rows: int, columns: int) -> tuple[int, int]:
-    """(block, warps) of one pass: a row's keys in registers, 32 to 64 a thread."""
+def _topk_tiles(columns: int) -> tuple[int, int]:
+    """(block, warps) of one pass: a program's scores in registers, 32 to 64 a thread."""
     block = min(16384, max(256, triton.next_power_of_2(columns)))
     return block, min(16, max(4, block // 1024))
 
@@ -235,42 +205,39 @@ def _select(
 ) -> None:
     """Passes of `_topk_kernel` over [T, N]; `pin` is the block size of candidate blocks, or 0."""
     rows, columns = scores.shape
-    keys, indices = scores, None
+    given, indices = scores, None
     kept = max(16, -(-k // 16) * 16)
     while True:
-        block, warps = _topk_tiles(rows, columns)
+        block, warps = _topk_tiles(columns)
         segments = max(1, triton.cdiv(columns, block))
         last = segments == 1
-        keys_out = index_out = None
-        if not last:
-            keys_out = lengths.new_empty(rows, segments * kept)
-            index_out = torch.empty_like(keys_out)
-        target = out if last else index_out
+        scores_out = None if last else scores.new_empty(rows, segments * kept)
+        target = out if last else torch.empty_like(scores_out, dtype=torch.int32)
         _topk_kernel[(min(rows * segments, MAX_PROGRAMS),)](
-            keys,
+            given,
             indices,
             lengths,
             offset if last else None,
-            keys_out,
+            scores_out,
             target,
             rows * segments,
-            columns,
             scores.shape[1],
+            columns,
             k,
-            keys.stride(0),
+            given.stride(0),
             target.stride(0),
             target.stride(1),
             SEGMENTS=segments,
-            BLOCK=block,
+            ROWS=block // 4,
             KEPT=kept,
             KEPT_BLOCK=triton.next_power_of_2(kept + 1 if pin else kept),
             PIN=pin,
-            ALIGNED=_readable(keys),
+            ALIGNED=_readable(given),
             num_warps=warps,
         )
         if last:
             return
-        keys, indices, columns = keys_out, index_out, segments * kept
+        given, indices, columns = scores_out, target, segments * kept
 
 
 def supports_topk_indices(

@@ -60,7 +60,7 @@ CASES = [
     _case("decode", [(3, 41, 1), (0, 12, 1), (-1, 0, 1), (2, 7, 1)], 2, 64, 8),
     _case("verify", [(0, 9, 6), (1, 16, 6)], 2, 64, 8),
     _case("smallest-ring", [(0, 5, 7)], 2, 64, 2),  # its last row takes the slot its first needs
-    _case("long", [(0, 3, 259)], 2, 32, 8),  # two launches
+    _case("long", [(0, 3, 101)], 2, 32, 8),  # two launches
     _case("strided", [(0, 0, 6)], 2, 64, 4, wide=True),
     _case("prefill-8192", [(0, 1, 8192)], 2, 512, 8, real=True, bench=True),
     _case("decode-64", [(s, 1000 + s, 1) for s in range(64)], 2, 512, 8, real=True, bench=True),
