@@ -27,10 +27,22 @@ ISOLATED = {
 SMALL_MARGIN = 0.2
 
 
-@pytest.fixture(autouse=True)
-def _reference():
-    with registry.use_kernels("ref"), torch.inference_mode():
-        yield
+BACKENDS = [
+    pytest.param(("cpu", "ref"), id="cpu-ref"),
+    pytest.param(("cuda", "ref"), id="gpu-ref", marks=pytest.mark.gpu),
+    pytest.param(("cuda", "auto"), id="gpu-triton", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def device(request: pytest.FixtureRequest):
+    """Where the model runs, under one choice of kernels."""
+    name, kernels = request.param
+    registry.reset_counts()
+    with registry.use_kernels(kernels), torch.inference_mode():
+        yield name
+    ran = sum(op.calls["triton"] for op in registry.OPS.values())
+    assert (ran > 0) == (kernels == "auto")
 
 
 def _ids(run: ModelRun) -> str:
@@ -68,10 +80,10 @@ class Injector:
             tol = self.tolerance(stage, kind)
             if tol is None:
                 continue
-            actual = torch.stack([a for a, _ in pairs])
-            expected = torch.stack([e for _, e in pairs])
+            actual = torch.stack([a for a, _ in pairs]).cpu()
+            expected = torch.stack([e for _, e in pairs]).cpu()
             gap = self.golden.expected(f"{stage}.gate_gap") if kind == "gate_indices" else None
-            gap = None if gap is None else gap.reshape(actual.shape[:-1])
+            gap = None if gap is None else gap.reshape(actual.shape[:-1]).cpu()
             ok, message = compare(actual, expected, tol, gap)
             compared += 1
             if not ok:
@@ -140,7 +152,7 @@ def decode_step(golden: GoldenRun, cache, step: int, trace) -> dict[str, Tensor]
     out["dspark.main_x"] = main[:, None]
     newest = out["logits"].argmax(-1)
     if step + 1 < golden.steps:
-        newest = golden.tokens[step + 1]
+        newest = golden.tokens[step + 1].to(golden.device)
     draft = model.dspark.propose(
         newest, batch.positions, batch.seq, batch.max_position, cache, greedy, trace
     )
@@ -169,10 +181,10 @@ def cache_state(golden: GoldenRun, cache) -> dict[str, Tensor]:
             out[name] = _ring(golden, cache, layer, rows)
             continue
         layer = int(stage.removeprefix("layer"))
-        ids = torch.arange(rows, dtype=torch.int32).repeat(golden.batch, 1)
+        ids = torch.arange(rows, dtype=torch.int32, device=golden.device).repeat(golden.batch, 1)
         slots = ops.ids_to_slots(
             ids,
-            torch.arange(golden.batch),
+            torch.arange(golden.batch, device=golden.device),
             cache.compressed_table[cfg.compress_ratios[layer]],
             cache.page_size,
         )
@@ -185,9 +197,9 @@ def cache_state(golden: GoldenRun, cache) -> dict[str, Tensor]:
 def _ring(golden: GoldenRun, cache, layer: int, window: int) -> Tensor:
     """The newest position of each ring slot, -1 (zeros) where none was written yet."""
     newest = golden.length + golden.steps - 1
-    slots = torch.arange(window)
+    slots = torch.arange(window, device=golden.device)
     positions = newest - (newest - slots) % window
-    seq = torch.arange(golden.batch).repeat_interleave(window)
+    seq = torch.arange(golden.batch, device=golden.device).repeat_interleave(window)
     where = cache.window_store_slots(positions.clamp(min=0).repeat(golden.batch), seq)
     where = torch.where(positions.repeat(golden.batch) >= 0, where, -1)
     rows = ops.load_kv(cache.windows[layer], cache.window_layout, where)
@@ -195,8 +207,8 @@ def _ring(golden: GoldenRun, cache, layer: int, window: int) -> Tensor:
 
 
 @pytest.mark.parametrize("run", FULL, ids=_ids)
-def test_isolated(run: ModelRun) -> None:
-    golden = GoldenRun(run)
+def test_isolated(run: ModelRun, device: str) -> None:
+    golden = GoldenRun(run, device)
     injector = Injector(golden)
     run_all(golden, injector)
     compared, bad = injector.failures()
@@ -205,8 +217,8 @@ def test_isolated(run: ModelRun) -> None:
 
 
 @pytest.mark.parametrize("run", ALL, ids=_ids)
-def test_teacher_forced(run: ModelRun) -> None:
-    golden = GoldenRun(run)
+def test_teacher_forced(run: ModelRun, device: str) -> None:
+    golden = GoldenRun(run, device)
     report = golden.report(run_all(golden))
     assert "decode.logits" in report
     bad = {k: m for k, (ok, m) in report.items() if not ok}
@@ -221,9 +233,9 @@ def first_small_margin(golden: GoldenRun) -> int:
 
 
 @pytest.mark.parametrize("run", ALL, ids=_ids)
-def test_greedy(run: ModelRun) -> None:
+def test_greedy(run: ModelRun, device: str) -> None:
     """Free-running argmax tokens; where the index has a choice, up to the first small margin."""
-    golden = GoldenRun(run)
+    golden = GoldenRun(run, device)
     model, cache = golden.model, golden.cache()
     hidden = model.backbone(golden.prefill(0, golden.length), cache)
     rows = hidden.x.view(golden.batch, golden.length, -1)[:, -1]
@@ -232,9 +244,9 @@ def test_greedy(run: ModelRun) -> None:
     comparable = len(expected) if dense else first_small_margin(golden)
     for step in range(comparable):
         tokens = model.backbone.logits(rows).argmax(-1)
-        assert torch.equal(tokens, expected[step]), f"step {step} of {comparable}"
+        assert torch.equal(tokens.cpu(), expected[step]), f"step {step} of {comparable}"
         sequences = [(b, golden.length + step, [int(t)]) for b, t in enumerate(tokens)]
-        rows = model.backbone(Batch.of(sequences, "cpu"), cache).x
+        rows = model.backbone(Batch.of(sequences, device), cache).x
 
 
 class Selection:
@@ -263,9 +275,9 @@ CHOICE = [r for r in ALL if not r.info["dense_index"]]
 
 
 @pytest.mark.parametrize("run", CHOICE, ids=_ids)
-def test_selection_injected(run: ModelRun) -> None:
+def test_selection_injected(run: ModelRun, device: str) -> None:
     """With the reference's own selection nothing is left that may differ: every token agrees."""
-    golden = GoldenRun(run)
+    golden = GoldenRun(run, device)
     selection = Selection(golden)
     out = run_all(golden, selection)
     assert selection.replaced > 0
@@ -274,5 +286,5 @@ def test_selection_injected(run: ModelRun) -> None:
     expected = torch.cat([golden.tokens[1:], golden.run["final_token"][None]])
     clear = golden.run["margin"][1:] > SMALL_MARGIN
     assert clear.float().mean() > 0.5
-    chosen = out["decode.logits"].argmax(-1)
+    chosen = out["decode.logits"].argmax(-1).cpu()
     assert torch.equal(chosen[clear], expected[clear])
