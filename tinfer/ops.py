@@ -39,8 +39,6 @@ from tinfer.compat.logit_processing import apply_penalties_ as _apply_penalties_
 from tinfer.compat.logit_processing import ban_sequences_ as _ban_sequences_
 from tinfer.compat.logit_processing import ban_tokens_ as _ban_tokens_
 from tinfer.compat.logit_processing import count_tokens_ as _count_tokens_
-from tinfer.compat.logit_processing import detect_outlier_and_abort as _detect_outlier_and_abort
-from tinfer.compat.logit_processing import match_stop as _match_stop
 from tinfer.compat.logprobs import map_lookup as _map_lookup
 from tinfer.compat.logprobs import sum_smaller_probs as _sum_smaller_probs
 from tinfer.compat.logprobs import token_logprobs as _token_logprobs
@@ -54,6 +52,8 @@ from tinfer.compat.norm_rope import rms_norm as _rms_norm
 from tinfer.compat.norm_rope import rms_norm_cast as _rms_norm_cast
 from tinfer.compat.norm_rope import rms_norm_codes as _rms_norm_codes
 from tinfer.compat.philox import philox_words as _philox_words
+from tinfer.compat.row_checks import detect_outlier_and_abort as _detect_outlier_and_abort
+from tinfer.compat.row_checks import match_stop as _match_stop
 from tinfer.compat.sampling import sample as _sample
 from tinfer.compat.sampling import token_masses as _token_masses
 from tinfer.compat.sampling_seeds import sample_seeds_compat as _sample_seeds_compat
@@ -104,7 +104,7 @@ linear_fp4 = Op(_linear_fp4)
 linear_fp8 = Op(_linear_fp8)
 linear_fp32 = Op(_linear_fp32)
 linear_grouped = Op(_linear_grouped)
-moe_experts = Op(_moe_experts, kernel=False)
+moe_experts = Op(_moe_experts)
 sparse_mla = Op(_sparse_mla)
 engram_gate = Op(_engram_gate)
 engram_gather = Op(_engram_gather)

@@ -174,6 +174,15 @@ def _fragment(v, ROWS: tl.constexpr, W: tl.constexpr, FMT: tl.constexpr, KWIDTH:
 
 
 @triton.jit
+def decoded(words, factor, FMT: tl.constexpr, PACKED: tl.constexpr):
+    """uint32 [n, 4] of codes times factor [n, 1] -> bf16 [n, 4 words * pairs, 2]."""
+    PAIRS: tl.constexpr = 16 if FMT == "e2m1" else 8
+    p = _pairs_e2m1(words) if FMT == "e2m1" else _pairs_e4m3(words)
+    p = tl.reshape(p, (words.shape[0], PAIRS))
+    return _split_pairs(scaled_words(p, factor, False, PACKED))
+
+
+@triton.jit
 def weight_tile(
     words,  # uint32 [R*W*32, 4]
     factor,  # uint32 [R*W*32], or [W*32] where all rows share one (a scale tile is 32 rows tall)
