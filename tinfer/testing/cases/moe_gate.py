@@ -108,7 +108,7 @@ def oracle(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     bias = a["bias"].double().expand_as(scores)
     if a["image"] is not None:
         bias = torch.where(a["image"][:, None], a["bias_vl"].double(), bias)
-    error = scores * (reach.nan_to_num(0.0, 0.0, 0.0) + 12) * FP32_EPS + 2.0**-149
+    error = scores * (reach.nan_to_num(0.0, 0.0, 0.0) + 8) * FP32_EPS + 2.0**-149
     return scores, scores + bias, error
 
 
