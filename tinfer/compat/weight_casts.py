@@ -122,9 +122,9 @@ def check_transpose_weight_scales(scales: list[Tensor], block: int) -> None:
             raise ValueError(f"{op}: scales[{i}] must be powers of two from 2^-126 to 2^127 or 0")
 
 
-def raise_lossy(op: str, block: int, tile: tuple[int, ...]) -> None:
+def lossy_error(op: str, block: int, tile: tuple[int, ...]) -> ValueError:
     """The error of a lossless conversion that cannot be; `tile` is the first offending tile."""
-    raise ValueError(
+    return ValueError(
         f"{op}: scales must allow exact e4m3 values in every {block}x{block} tile, "
         f"got a wider spread or a NaN in tile {tile}; use requantize_fp4 to round"
     )
@@ -158,7 +158,7 @@ def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
     wrong = (decode_e4m3(code) != value).unflatten(-1, (-1, block)).unflatten(-3, (-1, block))
     lossy = wrong.any(-1).any(-2) | (exponent == 255).any(-1).any(-2)
     if bool(lossy.any()):
-        raise_lossy("fp4_to_fp8", block, tuple(int(i) for i in lossy.nonzero()[0]))
+        raise lossy_error("fp4_to_fp8", block, tuple(int(i) for i in lossy.nonzero()[0]))
     return code, tile.to(torch.uint8)
 
 

@@ -1,7 +1,8 @@
 """Quantizing casts with one scale per 2-D block: of matrices, and of weights in finer formats.
 
-A program owns one row of tiles' worth of blocks: `[BM, C]` with C a multiple of the block's width,
-seen as `[BM, blocks, BK]` for the maximum over a block's columns, then over its rows.
+A program owns a row of blocks, `[BM, C]` with C a multiple of the block's width BK, and walks it
+in slabs of 32 rows: once for the maximum, once (from cache, unless there is one slab only) for the
+codes. Whole 128-row tiles in registers would leave too few programs to hide the memory's latency.
 """
 
 from __future__ import annotations
@@ -13,21 +14,41 @@ from torch import Tensor
 
 from tinfer.compat.casts import check_per_block_cast, scale_columns, scale_dtype
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
-from tinfer.kernels._jit import absmax, to_fp32
-from tinfer.kernels._quant import divide, encode, group_scale
+from tinfer.kernels._jit import e4m3_encode, to_fp32
+from tinfer.kernels._quant import divide, group_scale
 from tinfer.kernels._target import Target, target
+
+SLAB = tl.constexpr(32)
 
 
 @triton.jit
-def quantize_blocks(x, BK: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constexpr):
-    """fp32 [BM, C] -> (e4m3 codes [BM, C], scales as stored [C / BK]), one scale per [BM, BK]."""
-    BM: tl.constexpr = x.shape[0]
+def magnitude_bits(x):
+    """|x| as ordered int32: the fp32 bits."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def block_scales(top, BK: tl.constexpr, SCALE: tl.constexpr):
+    """int32 [SLAB, C], maxima of `magnitude_bits` -> `group_scale` of the C / BK blocks."""
+    C: tl.constexpr = top.shape[1]
+    amax = tl.max(tl.max(tl.reshape(top, [SLAB, C // BK, BK]), axis=2), axis=0)
+    return group_scale(amax.to(tl.float32, bitcast=True), "e4m3", SCALE)
+
+
+@triton.jit
+def encode_slab(x, scale, inverse, BK: tl.constexpr, SCALE: tl.constexpr, NATIVE: tl.constexpr):
+    """fp32 [SLAB, C] -> e4m3 codes, columns of block b divided by scale[b]."""
     C: tl.constexpr = x.shape[1]
-    amax = absmax(tl.reshape(absmax(x, 0), [C // BK, BK]), 1)
-    stored, scale, inverse = group_scale(amax, "e4m3", SCALE)
-    blocks = tl.reshape(x, [BM, C // BK, BK])
+    blocks = tl.reshape(x, [SLAB, C // BK, BK])
     scaled = divide(blocks, scale[None, :, None], inverse[None, :, None], "e4m3", SCALE)
-    return tl.reshape(encode(scaled, "e4m3", NATIVE), [BM, C]), stored
+    return tl.reshape(e4m3_encode(scaled, NATIVE), [SLAB, C])
+
+
+@triton.jit
+def _load_slab(x_ptr, row, column, M, K, stride_x):
+    mask = (row < M)[:, None] & (column < K)[None, :]
+    at = row.to(tl.int64)[:, None] * stride_x + column[None, :]
+    return to_fp32(tl.load(x_ptr + at, mask=mask, other=0.0)), mask
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -52,12 +73,19 @@ def _per_block_cast_kernel(
         across = (K + C - 1) // C
         down = tile // across
         column = (tile - down * across) * C + tl.arange(0, C)
-        row = (down * BM + tl.arange(0, BM)).to(tl.int64)
-        mask = (row < M)[:, None] & (column < K)[None, :]
-        x_at = row[:, None] * stride_x + column[None, :]
-        x = to_fp32(tl.load(x_ptr + x_at, mask=mask, other=0.0))  # [BM, C]
-        codes, stored = quantize_blocks(x, BK, SCALE, NATIVE)
-        tl.store(q_ptr + row[:, None] * K + column[None, :], codes, mask=mask)
+        row = down * BM + tl.arange(0, SLAB)
+        x, mask = _load_slab(x_ptr, row, column, M, K, stride_x)  # [SLAB, C]
+        top = magnitude_bits(x)
+        for i in tl.static_range(1, BM // SLAB):
+            other, _ = _load_slab(x_ptr, row + i * SLAB, column, M, K, stride_x)
+            top = tl.maximum(top, magnitude_bits(other))
+        stored, scale, inverse = block_scales(top, BK, SCALE)
+        for i in tl.static_range(BM // SLAB):
+            if i:
+                x, mask = _load_slab(x_ptr, row + i * SLAB, column, M, K, stride_x)
+            codes = encode_slab(x, scale, inverse, BK, SCALE, NATIVE)
+            q_at = (row + i * SLAB).to(tl.int64)[:, None] * K + column[None, :]
+            tl.store(q_ptr + q_at, codes, mask=mask)
 
         block = (tile - down * across) * BLOCKS + tl.arange(0, BLOCKS)
         inside = block * BK < K
@@ -73,7 +101,7 @@ def _per_block_cast_kernel(
 
 def _block_tiles(device: Target, bm: int, bk: int) -> tuple[int, int]:
     """(columns a tile, warps)."""
-    return (256, 8) if bm == 32 else (128, 8)
+    return 128, 4
 
 
 def supports_per_block_cast(x: Tensor, block: tuple[int, int], scale_fmt: str) -> str | None:

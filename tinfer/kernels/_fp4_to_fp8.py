@@ -3,8 +3,8 @@
 A word holds eight e2m1 codes. Spread to one a byte, a code's magnitude shifted left by two is an
 e4m3 code of value * 2^-6; adding 8k to the byte multiplies by 2^k, but for zero (which stays) and
 for 1/2, the subnormal (whose mantissa bit must go). So a tile whose scales differ by at most
-2^12 takes about four integer operations a value. Wider tiles take the slow branch, which encodes
-every value by itself and checks that nothing was rounded.
+2^12 takes about four integer operations a value. A wider tile is reported; the launcher then runs
+the kernel again with EXACT, which encodes every value by itself and reports what it rounded.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def _fp4_to_fp8_kernel(
     e_ptr,  # uint8 [rows, K / 32]
     q_ptr,  # int32 [rows, K / 4], four codes a word
     s_ptr,  # uint8 [rows / B, K / B]
-    first_ptr,  # int32 [1], least index of a B x B tile that is not exact
+    first_ptr,  # int32 [1], least index of a B x B tile that is too wide, or was rounded
     K,
     tiles,
     B: tl.constexpr,
     C: tl.constexpr,  # columns a program
+    EXACT: tl.constexpr,
 ):
     GROUPS: tl.constexpr = C // 32
     BLOCKS: tl.constexpr = C // B
@@ -86,19 +87,19 @@ def _fp4_to_fp8_kernel(
         in_row = block * B < K
         tl.store(s_ptr + down * (K // B) + block, base.to(tl.uint8), mask=in_row)
 
-        if (tl.min(tl.min(tl.where(inside, shift, 0), axis=1), axis=0) < -6) | (
-            tl.max(tops, axis=0) == 255
-        ):
+        if EXACT:
             power = ((tl.maximum(shift, -40) + 127) << 23).to(tl.float32, bitcast=True)
-            low, high, wrong = _encode_words(words, power[:, :, None])
-            wrong |= (exponent == 255).to(tl.int32)[:, :, None]
-            wrong = tl.reshape(tl.max(wrong, axis=2), [B, BLOCKS, B // 32])
-            wrong = tl.max(tl.max(wrong, axis=2), axis=0)
-            index = tl.where(wrong != 0, down * (K // B) + block, NO_TILE)
-            tl.atomic_min(first_ptr, tl.min(index, axis=0))
+            low, high, rounded = _encode_words(words, power[:, :, None])
+            wrong = tl.max(rounded, axis=2) | (exponent == 255).to(tl.int32)
         else:
-            k = (shift + 6)[:, :, None]
+            k = tl.maximum(shift + 6, 0)[:, :, None]
             low = _scaled_bytes(_spread(words & 0xFFFF), k)
             high = _scaled_bytes(_spread((words >> 16) & 0xFFFF), k)
+            wrong = ((shift < -6) | (exponent == 255)).to(tl.int32)
+        wrong = tl.where(inside, wrong, 0)
+        wrong = tl.max(tl.max(tl.reshape(wrong, [B, BLOCKS, B // 32]), axis=2), axis=0)
+        index = tl.min(tl.where(wrong != 0, down * (K // B) + block, NO_TILE), axis=0)
+        if index < NO_TILE:
+            tl.atomic_min(first_ptr, index)
         q_at = word_at[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
         tl.store(q_ptr + q_at, tl.join(low, high), mask=inside[:, :, None, None])

@@ -100,17 +100,29 @@ def row_sum_sq(x, AXIS: tl.constexpr):
 
 # ---------------------------------------------------------------- e4m3
 @triton.jit
-def _snap(x, TOP: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr):
-    """|x| on the grid of a small float format: (exponent bits, anchor bits, their rounded sum).
+def _snap(magnitude, TOP: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr):
+    """|x|, as fp32 bits, on the grid of a small float format: (exponent, anchor, anchor + |x|).
 
-    The format has the largest value TOP, the smallest normal LEAST (as fp32 bits) and DIGITS
-    stored mantissa bits. The anchor is the power of two whose last fp32 bit is the format's step
-    at |x|, so one fp32 addition rounds to nearest, ties to even.
+    The format has the largest value TOP (fp32 bits; NaN counts as TOP), the least exponent LEAST
+    (biased by 127) and DIGITS stored mantissa bits. The anchor is the power of two whose last
+    fp32 bit is the format's step at |x|, so one fp32 addition rounds to nearest, ties to even.
     """
-    top = tl.minimum(tl.abs(x), TOP)
-    exponent = tl.maximum(top.to(tl.uint32, bitcast=True) & 0x7F800000, LEAST)
-    anchor = exponent + ((23 - DIGITS) << 23)
-    return exponent, anchor, top + anchor.to(tl.float32, bitcast=True)
+    top = tl.minimum(magnitude, TOP)
+    exponent = tl.maximum(top >> 23, LEAST)
+    anchor = ((exponent + (23 - DIGITS)) << 23).to(tl.float32, bitcast=True)
+    return exponent, anchor, top.to(tl.float32, bitcast=True) + anchor
+
+
+@triton.jit
+def _snapped_code(magnitude, TOP: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr):
+    """The code of |x| as uint32: steps in the anchor's last bits + steps below the exponent.
+
+    Written as one multiply-add and one constant, which packing can gather from several codes.
+    """
+    exponent, _, snapped = _snap(magnitude, TOP, LEAST, DIGITS)
+    STEPS: tl.constexpr = 1 << DIGITS  # of one exponent
+    BASE: tl.constexpr = ((23 - DIGITS) << 23) + LEAST * STEPS
+    return snapped.to(tl.uint32, bitcast=True) - exponent * ((1 << 23) - STEPS) - BASE
 
 
 @triton.jit
@@ -124,10 +136,9 @@ def e4m3_encode(x, NATIVE: tl.constexpr = False):
     if NATIVE:
         y = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        exponent, anchor, snapped = _snap(x, 448.0, 0x3C800000, 3)  # 2^-6
-        steps = snapped.to(tl.uint32, bitcast=True) - anchor
-        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
-        code = (steps + (exponent >> 20) - 968) | sign  # 968: 8 * 120 to rebias, 8 hidden
+        bits = x.to(tl.uint32, bitcast=True)
+        code = _snapped_code(bits & 0x7FFFFFFF, 0x43E00000, 121, 3)  # 448, 2^-6
+        code |= (bits >> 24) & 0x80
         y = tl.where(_is_nan(x), 0x7F, code).to(tl.uint8)
     return y
 
@@ -138,9 +149,9 @@ def e4m3_round(x, NATIVE: tl.constexpr = False):
     if NATIVE:
         y = x.to(tl.float8e4nv).to(tl.float32)
     else:
-        _, anchor, snapped = _snap(x, 448.0, 0x3C800000, 3)
-        value = (snapped - anchor.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
-        value |= x.to(tl.uint32, bitcast=True) & 0x80000000
+        bits = x.to(tl.uint32, bitcast=True)
+        _, anchor, snapped = _snap(bits & 0x7FFFFFFF, 0x43E00000, 121, 3)
+        value = (snapped - anchor).to(tl.uint32, bitcast=True) | (bits & 0x80000000)
         y = tl.where(_is_nan(x), x, value.to(tl.float32, bitcast=True))
     return y
 
@@ -173,16 +184,20 @@ def e4m3_to_bf16_raw(code):
 
 # ---------------------------------------------------------------- e2m1
 @triton.jit
+def e2m1_magnitude(magnitude):
+    """fp32 >= 0 -> uint32 code 0..7: nearest, ties to the even code, saturating at 6, NaN as 6."""
+    return _snapped_code(magnitude.to(tl.uint32, bitcast=True), 0x40C00000, 127, 1)
+
+
+@triton.jit
 def e2m1_code(x):
-    """fp32 -> uint32 code 0..15: nearest, ties to the even code, saturating at 6, NaN -> 7.
+    """fp32 -> uint32 code 0..15 as above, NaN -> 7.
 
     A negative value that rounds to zero keeps its sign (code 8).
     """
-    exponent, anchor, snapped = _snap(x, 6.0, 0x3F800000, 1)  # 1.0
-    steps = snapped.to(tl.uint32, bitcast=True) - anchor
-    sign = (x.to(tl.uint32, bitcast=True) >> 28) & 0x8
-    code = (steps + (exponent >> 22) - 254) | sign  # 254: 2 * 126 to rebias, 2 hidden
-    return tl.where(_is_nan(x), 7, code).to(tl.uint32)
+    bits = x.to(tl.uint32, bitcast=True)
+    code = e2m1_magnitude((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True))
+    return code + tl.where(_is_nan(x), 0, (bits >> 28) & 8).to(tl.uint32)
 
 
 @triton.jit
@@ -194,9 +209,9 @@ def e2m1_encode(x):
 @triton.jit
 def e2m1_round(x):
     """fp32 -> the fp32 value of its e2m1 code; NaN gives 6."""
-    _, anchor, snapped = _snap(x, 6.0, 0x3F800000, 1)
-    value = (snapped - anchor.to(tl.float32, bitcast=True)).to(tl.uint32, bitcast=True)
-    value |= x.to(tl.uint32, bitcast=True) & 0x80000000
+    bits = x.to(tl.uint32, bitcast=True)
+    _, anchor, snapped = _snap(bits & 0x7FFFFFFF, 0x40C00000, 127, 1)
+    value = (snapped - anchor).to(tl.uint32, bitcast=True) | (bits & 0x80000000)
     return tl.where(_is_nan(x), 6.0, value.to(tl.float32, bitcast=True))
 
 

@@ -20,10 +20,10 @@ from tinfer.compat.weight_casts import (
     check_requantize_fp4,
     check_requantize_fp8,
     check_transpose_weight_scales,
-    raise_lossy,
+    lossy_error,
 )
 from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
-from tinfer.kernels._block_casts import quantize_blocks
+from tinfer.kernels._block_casts import SLAB, block_scales, encode_slab, magnitude_bits
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_to_fp8_kernel
 from tinfer.kernels._jit import e2m1_decode, e4m3_decode, nibbles_unpack, to_bf16, ue8m0_decode
@@ -112,11 +112,20 @@ def _requantize_kernel(
 ):
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         matrix, row, column = _tile_of(tile, N, K, 128, 128)
-        value = _load_values(w_ptr, s_ptr, matrix, row, column, N, K, 128, 128, KIND, NATIVE)
-        codes, stored = quantize_blocks(value, 128, SCALE, NATIVE)
-        rows, columns = row + tl.arange(0, 128), column + tl.arange(0, 128)[None, :]
-        at = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K + columns
-        tl.store(q_ptr + at, codes, mask=(rows < N)[:, None] & (columns < K))
+        top = tl.zeros([SLAB, 128], tl.int32)
+        for i in tl.static_range(128 // SLAB):
+            at = row + i * SLAB
+            value = _load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
+            top = tl.maximum(top, magnitude_bits(value))
+        stored, scale, inverse = block_scales(top, 128, SCALE)
+        columns = column + tl.arange(0, 128)[None, :]
+        for i in tl.static_range(128 // SLAB):
+            at = row + i * SLAB
+            value = _load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
+            codes = encode_slab(value, scale, inverse, 128, SCALE, NATIVE)
+            rows = at + tl.arange(0, SLAB)
+            line = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K
+            tl.store(q_ptr + line + columns, codes, mask=(rows < N)[:, None] & (columns < K))
         tl.store(t_ptr + tile + tl.arange(0, 1), stored)  # tiles are numbered like the scales
 
 
@@ -187,11 +196,11 @@ def _fp4_tiles(device: Target, block: int) -> tuple[int, int]:
 
 def _dequantize_tiles(device: Target) -> tuple[int, int, int]:
     """(rows, columns, warps)."""
-    return 32, 256, 8
+    return 32, 256, 4
 
 
 def _requantize_warps(device: Target) -> int:
-    return 8
+    return 4
 
 
 def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
@@ -203,21 +212,33 @@ def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
 
 def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
     check_fp4_to_fp8(weight, block)
+    for every_value in (False, True):
+        codes, scales, first = launch_fp4_to_fp8(weight, block, every_value)
+        if (tile := int(first.item())) == NO_TILE.value:
+            return codes, scales
+    raise lossy_error("fp4_to_fp8", block, _unravel(tile, scales.shape))
+
+
+def launch_fp4_to_fp8(
+    weight: Fp4Group32, block: int, every_value: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and the first tile that is not exact, without waiting for the device.
+
+    By words, tiles with scales more than 2^12 apart count as not exact; value by value, those
+    with a value that was rounded.
+    """
     shape = _values_shape(weight)
     codes = weight.weight.new_empty(shape)
     scales = weight.weight.new_empty((*shape[:-2], shape[-2] // block, shape[-1] // block))
-    if codes.numel() == 0:
-        return codes, scales
     first = torch.full((1,), NO_TILE.value, dtype=torch.int32, device=codes.device)
     width, warps = _fp4_tiles(target(codes.device), block)
-    tiles = _tiles(shape, block, width)
-    _fp4_to_fp8_kernel[_grid(tiles)](
-        weight.weight.view(torch.int32), weight.scale.contiguous(), codes.view(torch.int32),
-        scales, first, shape[-1], tiles, B=block, C=width, num_warps=warps,
-    )  # fmt: skip
-    if (tile := int(first.item())) != NO_TILE.value:
-        raise_lossy("fp4_to_fp8", block, _unravel(tile, scales.shape))
-    return codes, scales
+    if tiles := _tiles(shape, block, width):
+        _fp4_to_fp8_kernel[_grid(tiles)](
+            weight.weight.view(torch.int32), weight.scale.contiguous(), codes.view(torch.int32),
+            scales, first, shape[-1], tiles, B=block, C=width, EXACT=every_value,
+            num_warps=warps,
+        )  # fmt: skip
+    return codes, scales, first
 
 
 def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
