@@ -243,11 +243,11 @@ def test_sa_18_striding_programs_reach_every_row(
     col_major: bool, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes when a few programs must walk over all tiles."""
-    from tinfer.kernels import casts
+    from tinfer.kernels import _group_walk
 
     x = _random(seed, device, 163, 512)
     want = ops.per_token_cast.ref(x, "e4m3", 32, "fp32", col_major)
-    monkeypatch.setattr(casts, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(_group_walk, "MAX_PROGRAMS", 3)
     with use_kernels("triton"):
         q, s = ops.per_token_cast(x, "e4m3", 32, "fp32", col_major)
     assert torch.equal(q, want[0])
