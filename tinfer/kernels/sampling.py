@@ -92,6 +92,20 @@ def _sample_draw_kernel(
 
 
 @triton.jit
+def tile_masses(source, column, V, row, rows, SLICES: tl.constexpr, PADDED: tl.constexpr):
+    """int64 masses of some columns of a row; `source` is the row, `rows` what `RowMasses` holds."""
+    temperature, min_p, record32, record_x, kept_total, part32 = rows
+    mode = tl.load(record32 + row * 4 + MODE)
+    first = tl.load(record32 + row * 4 + ROW_FIRST)
+    rest = 2147483648 - tl.sum(slice_masses(part32, row, SLICES, PADDED))
+    mass = tl.zeros(column.shape, tl.int64)
+    if mode == SAMPLED:
+        record = load_record(row, temperature, min_p, record32, record_x, kept_total)
+        mass = floor_mass(load_tile(source, column, V), column, record).to(tl.int64)
+    return mass + tl.where((column == first) & (mode != ENDED), rest, 0)
+
+
+@triton.jit
 def _token_masses_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -109,17 +123,10 @@ def _token_masses_kernel(
     TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
-    mode = tl.load(record32 + row * 4 + MODE)
-    first = tl.load(record32 + row * 4 + ROW_FIRST)
-    rest = 2147483648 - tl.sum(slice_masses(part32, row, SLICES, PADDED))
+    rows = (temperature, min_p, record32, record_x, kept_total, part32)
     for i in range(BLOCK // TILE):
         column = (tl.program_id(0) % SLICES) * BLOCK + i * TILE + tl.arange(0, TILE)
-        mass = tl.zeros([TILE], tl.int64)
-        if mode == SAMPLED:
-            record = load_record(row, temperature, min_p, record32, record_x, kept_total)
-            floors = floor_mass(load_tile(logits + row * stride, column, V), column, record)
-            mass = floors.to(tl.int64)
-        mass += tl.where((column == first) & (mode != ENDED), rest, 0)
+        mass = tile_masses(logits + row * stride, column, V, row, rows, SLICES, PADDED)
         tl.store(masses + row * V + column, mass, mask=column < V)
 
 
@@ -153,6 +160,11 @@ class RowMasses:
     @property
     def slices(self) -> int:
         return self.sizes["SLICES"]
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        """What kernels take beside the filters, in the order of their parameters."""
+        return (*self.records, self.part32)
 
 
 def row_masses(
