@@ -20,11 +20,20 @@ from tinfer.compat.engram import check_engram_gate, check_engram_gather
 from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason, stride_reason
 from tinfer.kernels._jit import INTERPRET, e4m3_decode, to_bf16, to_fp32, ue8m0_decode
+from tinfer.kernels._target import target
 
 _GROUP = tl.constexpr(GROUP)
 
 
 # ---------------------------------------------------------------- gather
+@triton.jit
+def _decoded(code, NATIVE: tl.constexpr):
+    """e4m3 -> fp32, by the device's own conversion where it has one (equal for all 256 codes)."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return e4m3_decode(code)
+
+
 @triton.jit(do_not_specialize=["N", "rows", "row_start"])
 def _engram_gather_kernel(
     table,  # uint8 [rows, E]
@@ -39,6 +48,7 @@ def _engram_gather_kernel(
     GROUPS: tl.constexpr,
     GROUPS_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     E: tl.constexpr = GROUPS * _GROUP
     group = tl.arange(0, GROUPS_P2)
@@ -56,7 +66,7 @@ def _engram_gather_kernel(
         code = tl.load(table + at, mask=valid[:, :, None], other=0)
         at_scale = (row * scale_stride)[:, None] + group[None, :]
         factor = ue8m0_decode(tl.load(scale + at_scale, mask=valid, other=0))
-        value = e4m3_decode(code) * factor[:, :, None]
+        value = _decoded(code, NATIVE) * factor[:, :, None]
         keep = (live[:, None] & inside[None, :])[:, :, None]
         tl.store(out + (item * E)[:, None, None] + column, to_bf16(value), mask=keep)
 
@@ -82,7 +92,8 @@ def engram_gather(table: Tensor, scale: Tensor, ids: Tensor, row_start: int) -> 
         return out
     groups = width // GROUP
     padded = triton.next_power_of_2(groups)
-    block, warps = _gather_tiles(count, padded)
+    device = target(ids.device)
+    block, warps = _gather_tiles(count, padded, device.processors)
     _engram_gather_kernel[(min(triton.cdiv(count, block), MAX_PROGRAMS),)](
         table,
         scale,
@@ -96,14 +107,19 @@ def engram_gather(table: Tensor, scale: Tensor, ids: Tensor, row_start: int) -> 
         GROUPS=groups,
         GROUPS_P2=padded,
         BLOCK=block,
+        NATIVE=device.native_e4m3,
         num_warps=warps,
     )
     return out
 
 
-def _gather_tiles(count: int, groups: int) -> tuple[int, int]:
-    """Rows a program and its warps: 32 rows of 256 bytes for 4 warps, fewer rows when few."""
-    block = min(max(256 // groups, 1), triton.next_power_of_2(triton.cdiv(count, 264)))
+def _gather_tiles(count: int, groups: int, processors: int) -> tuple[int, int]:
+    """Rows a program and its warps: 16 rows of 256 bytes for 4 warps, fewer rows when few.
+
+    4096 tokens of 24 rows on an H200: 16 rows 27 us, 32 rows 28 us, 8 rows 27 us.
+    """
+    spread = triton.next_power_of_2(triton.cdiv(count, 2 * processors))
+    block = max(min(128 // groups, spread), 1)
     return block, 4 if block * groups >= 32 else 1
 
 
@@ -127,25 +143,38 @@ def _engram_gate_kernel(
     HAS_DEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)
-    mask = column < D
+    CHUNKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    lane = tl.arange(0, BLOCK)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         token, copy = tl.cast(item // COPIES, tl.int64), item % COPIES
-        row = kv + token * kv_token
-        h_raw = tl.load(stream + token * stream_token + copy * stream_copy + column, mask, 0.0)
-        k = to_fp32(tl.load(row + copy * kv_copy + column, mask, 0.0))
-        w = tl.load(weight + copy * D + column, mask, 0.0)
-        value = to_fp32(tl.load(row + COPIES * kv_copy + column, mask, 0.0))
-        h = to_fp32(h_raw)
-        dot = tl.sum(h * w * k, axis=0)
-        mean_h = tl.sum(h * h, axis=0) / D
-        mean_k = tl.sum(k * k, axis=0) / D
-        g = dot * tl.rsqrt(mean_h + eps) * tl.rsqrt(mean_k + eps) * (1.0 / D**0.5)
-        gate = _signed_root_sigmoid(g, clamp)
-        result = to_bf16(h + gate * value)
-        if HAS_DEAD:
-            result = tl.where(tl.load(dead + token) != 0, h_raw, result)
-        tl.store(out + tl.cast(item, tl.int64) * D + column, result, mask=mask)
+        h_row = stream + token * stream_token + copy * stream_copy
+        k_row = kv + token * kv_token + copy * kv_copy
+        v_row = kv + token * kv_token + COPIES * kv_copy
+        rows, values = (), ()
+        dot = tl.zeros([BLOCK], tl.float32)
+        square_h = tl.zeros([BLOCK], tl.float32)
+        square_k = tl.zeros([BLOCK], tl.float32)
+        for c in tl.static_range(CHUNKS):
+            column = c * BLOCK + lane
+            raw = tl.load(h_row + column, mask=column < D, other=0.0)
+            k = to_fp32(tl.load(k_row + column, mask=column < D, other=0.0))
+            w = tl.load(weight + copy * D + column, mask=column < D, other=0.0)
+            rows = rows + (raw,)  # noqa: RUF005  (triton reads no starred tuple)
+            value = tl.load(v_row + column, mask=column < D, other=0.0)
+            values = values + (value,)  # noqa: RUF005
+            h = to_fp32(raw)
+            dot += h * w * k
+            square_h += h * h
+            square_k += k * k
+        scale = tl.rsqrt(tl.sum(square_h, axis=0) / D + eps)
+        scale = scale * tl.rsqrt(tl.sum(square_k, axis=0) / D + eps)
+        gate = _signed_root_sigmoid(tl.sum(dot, axis=0) * scale * (1.0 / D**0.5), clamp)
+        for c in tl.static_range(CHUNKS):
+            column = c * BLOCK + lane
+            result = to_bf16(to_fp32(rows[c]) + gate * to_fp32(values[c]))
+            if HAS_DEAD:
+                result = tl.where(tl.load(dead + token) != 0, rows[c], result)
+            tl.store(out + tl.cast(item, tl.int64) * D + column, result, mask=column < D)
 
 
 @triton.jit
@@ -204,6 +233,10 @@ def engram_gate(
 
 
 def _gate_tiles(dim: int) -> tuple[int, int]:
-    """Channels of a program (all of them) and its warps."""
-    block = triton.next_power_of_2(dim)
-    return block, max(1, min(8, block // 512))
+    """Channels of a chunk and the warps of a program, which keeps its whole row in registers.
+
+    4096 tokens of 4 copies of 5120 on an H200: five chunks of 1024 for 2 warps 135 us, for
+    4 warps 139 us; one chunk padded to 8192 for 4 warps 140 us; all copies in one program 264 us.
+    """
+    block = min(1024, triton.next_power_of_2(dim))
+    return block, 2 if dim <= 8192 else 8
