@@ -6,12 +6,12 @@ Logits, exponentials and sums are fp32, p is rounded to bf16 before it meets the
 result once to bf16. Rows are gathered from both caches by slot and dequantized in registers,
 which is exact. Few tokens split their keys over several programs; the merge is exact and its
 order fixed, but the number of splits, hence the last bit, depends on the number of tokens.
+
+`sparse_mla_forward` runs everywhere; on Hopper `sparse_mla_hopper` takes the release's rows of
+512 channels. The choice (`sparse_mla_plan`) is a pure function of sizes, layouts and target.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import triton
@@ -19,81 +19,20 @@ from torch import Tensor
 
 from tinfer.compat.sparse_mla import check_sparse_mla
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
-from tinfer.kernels._target import Target, target
+from tinfer.kernels._target import target
 from tinfer.kernels.sparse_mla_combine import _sparse_mla_combine_kernel
 from tinfer.kernels.sparse_mla_forward import _sparse_mla_kernel
-from tinfer.kernels.sparse_mla_tile import Key, layout_key
+from tinfer.kernels.sparse_mla_plan import (
+    HOPPER_KEYS,
+    Source,
+    portable_tile,
+    pow2,
+    splits_of,
+    takes_hopper,
+)
 from tinfer.kv_layout import KVLayout
 
-SLOT_LIMIT = 2**31 - 1  # slots are int32
-MAX_SPLITS = 32
-
-
-@dataclass(frozen=True)
-class _Source:
-    """One cache as the kernel takes it."""
-
-    cache: Tensor  # bf16 elements for bf16 rows, else bytes
-    key: Key
-    slots: Tensor
-    lengths: Tensor | None
-
-    @classmethod
-    def of(cls, cache: Tensor, layout: KVLayout, slots: Tensor, lengths: Tensor | None) -> _Source:
-        key = layout_key(layout, cache)
-        slots = slots if slots.stride(1) == 1 else slots.contiguous()
-        lengths = lengths if lengths is None else lengths.contiguous()
-        elements = cache.view(torch.bfloat16) if layout.value == "bf16" else cache
-        return cls(elements, key, slots, lengths)
-
-    @property
-    def width(self) -> int:
-        return self.slots.shape[1]
-
-    def rows(self, part: slice) -> _Source:
-        """The same cache for a part of the queries."""
-        lengths = None if self.lengths is None else self.lengths[part]
-        return replace(self, slots=self.slots[part], lengths=lengths)
-
-    def scalars(self) -> tuple[int, int, int, int]:
-        """(width, rows, page stride, slots stride)."""
-        rows = min(self.cache.shape[0] * self.key[3], SLOT_LIMIT)
-        return self.width, rows, self.cache.stride(0), self.slots.stride(0)
-
-
-def _pow2(n: int) -> int:
-    return triton.next_power_of_2(max(n, 16))
-
-
-class Tile(NamedTuple):
-    """What one program handles at a time, and how it is compiled."""
-
-    heads: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def _sparse_mla_tiles(heads: int, dim: int, packed: bool, on: Target) -> Tile:
-    """The tile for a target class.
-
-    Shared memory holds the queries, the keys of `stages` blocks in bf16 (packed rows: one block
-    in bf16 and the raw rows) and the probabilities.
-    """
-    block_h = min(64, _pow2(heads))
-    if on.shared_kib >= 227:
-        return Tile(block_h, 64, 8, 2)
-    if on.shared_kib >= 160:
-        return Tile(block_h, 32, 8, 2)
-    if on.backend == "hip":
-        return Tile(min(block_h, 16), 32, 4, 1)
-    return Tile(min(block_h, 32), 16, 4, 1 if packed else 2)
-
-
-def _splits(programs: int, blocks: int, processors: int) -> int:
-    """Splits of each row's blocks that fill the processors, all but the last equally long."""
-    wanted = min(max(processors // max(programs, 1), 1), max(blocks, 1), MAX_SPLITS)
-    return triton.cdiv(max(blocks, 1), triton.cdiv(max(blocks, 1), wanted))
+Results = tuple[Tensor, Tensor, Tensor]
 
 
 def _unsupported_layout(cache: Tensor, layout: KVLayout, name: str, value_dim: int) -> str | None:
@@ -177,68 +116,103 @@ def sparse_mla(
         compressed_lengths,
         value_dim,
     )
-    sources = [_Source.of(window_cache, window_layout, window_slots, window_lengths)]
+    sources = [Source.of(window_cache, window_layout, window_slots, window_lengths)]
     if compressed_cache is not None and compressed_layout and compressed_slots is not None:
         second = (compressed_cache, compressed_layout, compressed_slots, compressed_lengths)
-        sources.append(_Source.of(*second))
+        sources.append(Source.of(*second))
     sink = sink if sink is None else sink.contiguous()
-    return _launch(q, sources, sink, scale, value_dim or q.shape[2])
+    value_dim = value_dim or q.shape[2]
+    out = q.new_empty(*q.shape[:2], value_dim)
+    max_logit = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    results = (out, max_logit, torch.empty_like(max_logit))
+    if not len(q):
+        return results
+    if takes_hopper(q, sources, value_dim, target(q.device)):
+        _attend_hopper(q, sources, sink, scale, results)
+    else:
+        _attend_portable(q, sources, sink, scale, results)
+    return results
 
 
-def _launch(
-    q: Tensor, sources: list[_Source], sink: Tensor | None, scale: float, value_dim: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the results and attend to at most MAX_PROGRAMS programs' rows at a time."""
-    tokens, heads, dim = q.shape
-    out = q.new_empty(tokens, heads, value_dim)
-    max_logit = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    lse = torch.empty_like(max_logit)
-    packed = any(s.key[0] != "bf16" for s in sources)
-    tile = _sparse_mla_tiles(heads, dim, packed, target(q.device))
-    step = MAX_PROGRAMS // triton.cdiv(heads, tile.heads)
-    for start in range(0, tokens, step):
-        rows = slice(start, start + step)
-        results = (out[rows], max_logit[rows], lse[rows])
-        _attend(q[rows], [s.rows(rows) for s in sources], sink, scale, tile, results)
-    return out, max_logit, lse
+def _parts(results: Results, splits: int) -> Results:
+    """Where the kernels write: the results, or fp32 parts of every split."""
+    if splits == 1:
+        return results
+    tokens, heads, value_dim = results[0].shape
+    like = {"dtype": torch.float32, "device": results[0].device}
+    out = torch.empty(tokens, heads, splits, value_dim, **like)
+    max_logit = torch.empty(tokens, heads, splits, **like)
+    return out, max_logit, torch.empty_like(max_logit)
 
 
-def _attend(
-    q: Tensor,
-    sources: list[_Source],
-    sink: Tensor | None,
-    scale: float,
-    tile: Tile,
-    results: tuple[Tensor, Tensor, Tensor],
+def _combine(parts: Results, sink: Tensor | None, results: Results) -> None:
+    """Merge the parts, if there are several."""
+    if parts is results:
+        return
+    tokens, heads, splits, value_dim = parts[0].shape
+    block_v = min(pow2(value_dim), 128)
+    chunks = triton.cdiv(value_dim, block_v)
+    _sparse_mla_combine_kernel[(tokens * heads * chunks,)](
+        *parts, sink, *results, heads, splits, chunks,
+        BLOCK_S=triton.next_power_of_2(splits), VALUE=value_dim, BLOCK_V=block_v, num_warps=2,
+    )  # fmt: skip
+
+
+def _attend_portable(
+    q: Tensor, sources: list[Source], sink: Tensor | None, scale: float, results: Results
 ) -> None:
-    """Attend and, where the keys are split, merge."""
+    """Attend, MAX_PROGRAMS programs at a time, and merge where the keys are split."""
     tokens, heads, dim = q.shape
     value_dim = results[0].shape[2]
     on = target(q.device)
-    programs = tokens * triton.cdiv(heads, tile.heads)
+    packed = any(s.packed for s in sources)
+    tile = portable_tile(heads, packed, tokens <= 2, on)
+    head_blocks = triton.cdiv(heads, tile.heads)
     blocks = sum(triton.cdiv(s.width, tile.keys) for s in sources)
-    splits = _splits(programs, blocks, on.processors)
-    parts = results
-    if splits > 1:
-        shapes = ((tokens, heads, splits, value_dim), *[(tokens, heads, splits)] * 2)
-        parts = tuple(torch.empty(s, dtype=torch.float32, device=q.device) for s in shapes)
+    splits = splits_of(tokens * head_blocks, blocks, on.processors)
+    step = MAX_PROGRAMS // (head_blocks * splits)
+    for begin in range(0, tokens, step):
+        rows = slice(begin, begin + step)
+        part = (results[0][rows], results[1][rows], results[2][rows])
+        parts = _parts(part, splits)
+        window, second = sources[0].rows(rows), sources[-1].rows(rows)
+        _sparse_mla_kernel[(len(part[0]) * head_blocks * splits,)](
+            q[rows], window.cache, window.slots, window.lengths,
+            second.cache, second.slots, second.lengths, sink if splits == 1 else None,
+            *parts, scale, heads, splits, *q.stride()[:2], *parts[0].stride()[:3],
+            *window.scalars(), *second.scalars(),
+            WINDOW=window.key, COMPRESSED=second.key,
+            WINDOW_WIDTH=pow2(window.width),
+            COMPRESSED_WIDTH=pow2(second.width) if len(sources) > 1 else 0,
+            VALUE=value_dim, BLOCK_V=pow2(value_dim),
+            TAIL=dim - value_dim, BLOCK_T=pow2(dim - value_dim),
+            BLOCK_H=tile.heads, BLOCK_N=tile.keys, STAGES=tile.stages, SCAN=splits == 1,
+            PTX=on.backend == "cuda", num_warps=tile.warps,
+        )  # fmt: skip
+        _combine(parts, sink, part)
+
+
+def _attend_hopper(
+    q: Tensor, sources: list[Source], sink: Tensor | None, scale: float, results: Results
+) -> None:
+    """The same with the warp-specialized kernel, whose programs walk over the rows."""
+    from tinfer.kernels.sparse_mla_hopper import _sparse_mla_hopper_kernel
+
+    tokens, heads, _ = q.shape
+    on = target(q.device)
+    rows = tokens * triton.cdiv(heads, 64)
+    blocks = sum(triton.cdiv(s.width, HOPPER_KEYS) for s in sources)
+    splits = splits_of(rows, blocks, on.processors)
+    parts = _parts(results, splits)
     window, second = sources[0], sources[-1]
-    _sparse_mla_kernel[(programs * splits,)](
+    _sparse_mla_hopper_kernel[(min(rows * splits, on.processors),)](
         q, window.cache, window.slots, window.lengths,
         second.cache, second.slots, second.lengths, sink if splits == 1 else None,
         *parts, scale, heads, splits, *q.stride()[:2], *parts[0].stride()[:3],
-        *window.scalars(), *second.scalars(),
+        *window.scalars(), *second.scalars(), rows * splits, 0,
         WINDOW=window.key, COMPRESSED=second.key,
-        WINDOW_WIDTH=_pow2(window.width),
-        COMPRESSED_WIDTH=_pow2(second.width) if len(sources) > 1 else 0,
-        VALUE=value_dim, BLOCK_V=_pow2(value_dim),
-        TAIL=dim - value_dim, BLOCK_T=_pow2(dim - value_dim),
-        BLOCK_H=tile.heads, BLOCK_N=tile.keys, STAGES=tile.stages, SCAN=splits == 1,
-        PTX=on.backend == "cuda", num_warps=tile.warps,
+        WINDOW_WIDTH=max(pow2(window.width), 128),
+        COMPRESSED_WIDTH=max(pow2(second.width), 128) if len(sources) > 1 else 0,
+        SCAN=splits == 1, CONSUMER_REGISTERS=208 if window.packed else 232, num_warps=4,
     )  # fmt: skip
-    if splits > 1:
-        _sparse_mla_combine_kernel[(tokens * heads,)](
-            *parts, sink, *results, heads, splits,
-            BLOCK_S=triton.next_power_of_2(splits), VALUE=value_dim, BLOCK_V=_pow2(value_dim),
-            num_warps=4,
-        )  # fmt: skip
+    _combine(parts, sink, results)

@@ -117,8 +117,11 @@ def compile_launch(launch: Launch, target: str) -> Any:
 
     backend, _, arch = target.partition(":")
     gpu = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if backend == "hip" else 32)
+    source: Any = ASTSource
+    if getattr(launch.kernel, "is_gluon", bool)():
+        source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
     return triton.compile(
-        ASTSource(launch.kernel, *specialize(launch)), target=gpu, options=launch.options
+        source(launch.kernel, *specialize(launch)), target=gpu, options=launch.options
     )
 
 

@@ -1,0 +1,115 @@
+"""What the sparse attention's launchers decide on the host: pure functions of sizes and target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tinfer.kernels._target import Target
+from tinfer.kernels.sparse_mla_tile import Key, layout_key
+from tinfer.kv_layout import KVLayout
+
+SLOT_LIMIT = 2**31 - 1  # slots are int32
+MAX_SPLITS = 32
+HOPPER = False
+HOPPER_KEYS = 64  # keys a block of the Hopper kernel
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+@dataclass(frozen=True)
+class Source:
+    """One cache as the kernels take it."""
+
+    cache: Tensor  # bf16 elements for bf16 rows, else bytes
+    key: Key
+    slots: Tensor
+    lengths: Tensor | None
+
+    @classmethod
+    def of(cls, cache: Tensor, layout: KVLayout, slots: Tensor, lengths: Tensor | None) -> Source:
+        key = layout_key(layout, cache)
+        slots = slots if slots.stride(1) == 1 else slots.contiguous()
+        lengths = lengths if lengths is None else lengths.contiguous()
+        elements = cache.view(torch.bfloat16) if layout.value == "bf16" else cache
+        return cls(elements, key, slots, lengths)
+
+    @property
+    def width(self) -> int:
+        return self.slots.shape[1]
+
+    @property
+    def packed(self) -> bool:
+        return self.key[0] != "bf16"
+
+    def rows(self, part: slice) -> Source:
+        """The same cache for a part of the queries."""
+        lengths = None if self.lengths is None else self.lengths[part]
+        return replace(self, slots=self.slots[part], lengths=lengths)
+
+    def scalars(self) -> tuple[int, int, int, int]:
+        """(width, rows, page stride, slots stride)."""
+        rows = min(self.cache.shape[0] * self.key[3], SLOT_LIMIT)
+        return self.width, rows, self.cache.stride(0), self.slots.stride(0)
+
+    def copies_by_16_bytes(self) -> bool:
+        """Every row, and every row's scales, start where 16 codes or scales can be loaded."""
+        cache = self.cache
+        starts = [self.key[4], cache.stride(0) * cache.element_size()]
+        starts.append(cache.storage_offset() * cache.element_size())
+        return not any(s % 16 for s in starts)
+
+
+def pow2(n: int) -> int:
+    """The smallest power of two that holds n and that a dot takes."""
+    return int(triton.next_power_of_2(max(n, 16)))
+
+
+class Tile(NamedTuple):
+    """What one program of the portable kernel handles at a time, and how it is compiled."""
+
+    heads: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def portable_tile(heads: int, packed: bool, few: bool, on: Target) -> Tile:
+    """The portable kernel's tile for a target class; `few`: one token or two.
+
+    Shared memory holds the queries, the keys of `stages` blocks in bf16 (packed rows: one block
+    in bf16 and the raw rows) and the probabilities. H200: 64 keys, 8 warps and 2 stages beat 32
+    keys by 1.2 (decode) to 1.5 (prefill), except where one token's keys are to fill the device.
+    """
+    block_h = min(64, pow2(heads))
+    if on.shared_kib >= 227:
+        return Tile(block_h, 32, 8, 3) if few else Tile(block_h, 64, 8, 2)
+    if on.shared_kib >= 160:
+        return Tile(block_h, 32, 8, 2)
+    if on.backend == "hip":
+        return Tile(min(block_h, 16), 32, 4, 1)
+    return Tile(min(block_h, 32), 16, 4, 1 if packed else 2)
+
+
+def splits_of(programs: int, blocks: int, processors: int) -> int:
+    """Splits of each row's blocks that fill the processors, all but the last equally long."""
+    blocks = max(blocks, 1)
+    wanted = min(max(processors // max(programs, 1), 1), blocks, MAX_SPLITS)
+    return int(triton.cdiv(blocks, triton.cdiv(blocks, wanted)))
+
+
+def takes_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> bool:
+    """Whether the warp-specialized kernel covers the call: rows of 512 channels, aligned."""
+    if not HOPPER or on.backend != "cuda" or on.arch != 90 or _TRITON < (3, 6):
+        return False
+    if q.shape[2] != 512 or value_dim != 512 or q.shape[1] < 16:
+        return False
+    if any(s % 8 for s in (*q.stride()[:2], q.storage_offset())):
+        return False
+    if len({s.packed for s in sources}) > 1:
+        return False
+    grouped = all(not s.packed or s.key[1] in (16, 32) for s in sources)
+    return grouped and all(s.copies_by_16_bytes() for s in sources)
