@@ -17,64 +17,10 @@ from torch import Tensor
 from tinfer import ops
 from tinfer.cache import Cache, CacheSize
 from tinfer.compat.masses import status_text
+from tinfer.logit_control import LogitControl, Row
 from tinfer.model.batch import Batch, ImageRows, Trace, no_trace
 from tinfer.model.build import Model
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How a request's tokens are chosen. Every cut is off at its default."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    max_new_tokens: int = 200
-    stop_ids: tuple[int, ...] = ()
-    logprobs: int | None = None  # top-N beside each token's own logprob; None: none at all
-
-    def __post_init__(self) -> None:
-        rules = {
-            "temperature": (self.temperature >= 0, ">= 0", self.temperature),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]", self.top_p),
-            "top_k": (self.top_k >= 0, ">= 0 (0: off)", self.top_k),
-            "min_p": (0 <= self.min_p <= 1, "in [0, 1]", self.min_p),
-            "max_new_tokens": (self.max_new_tokens >= 0, ">= 0", self.max_new_tokens),
-            "logprobs": (self.logprobs is None or self.logprobs >= 0, ">= 0", self.logprobs),
-        }
-        for name, (ok, rule, got) in rules.items():
-            if not ok:
-                raise ValueError(f"{name} must be {rule}, got {got}")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt. `force_ids` are taken instead of the first sampled tokens."""
-
-    prompt_ids: Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    force_ids: Sequence[int] = ()
-    prompt_logits: bool = False
-    image: Sequence[bool] | None = None  # the prompt rows inside image spans
-    image_rows: Tensor | None = None  # bf16 [n, D]: one embedding for each of those rows
-
-
-@dataclass(frozen=True)
-class Step:
-    """One token of one request. The last step of a request has a finish reason.
-
-    `token` is None on the single step of a request that asks for no tokens, and where the
-    request ends in an error.
-    """
-
-    request: int
-    token: int | None
-    logits: Tensor  # fp32 [V]: what the token was drawn from, on the model's device
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    finish_reason: str | None = None  # "stop", "length" or "error: …"
-    prompt_logits: Tensor | None = None  # fp32 [prompt, V], on a request's first step
+from tinfer.request import Request, Step, TokenLogprob
 
 
 @dataclass
@@ -85,6 +31,7 @@ class _Sequence:
     done: int = 0  # tokens already in the cache
     generated: list[int] = field(default_factory=list)
     prompt_logits: list[Tensor] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def pending(self, chunk: int) -> list[int]:
         """The tokens of the next forward pass."""
@@ -104,6 +51,7 @@ class Engine:
     def __init__(self, model: Model, size: CacheSize, trace: Trace = no_trace) -> None:
         self.model, self.size, self.trace = model, size, trace
         self.cache = Cache(model.config, size, model.device)
+        self.control = LogitControl(size.sequences, model.config.vocab_size, model.device)
         self._cancelled: set[int] = set()
 
     def cancel(self, request: int) -> None:
@@ -135,6 +83,7 @@ class Engine:
             while waiting and free:
                 index, request = waiting.popleft()
                 active.append(_Sequence(index, request, free.pop(0)))
+                self.control.begin(active[-1].slot, request)
             for step in self._step(active):
                 yield step
                 if step.finish_reason is not None or step.request in self._cancelled:
@@ -153,8 +102,8 @@ class Engine:
         ready, rows, end = [], [], 0
         for sequence, tokens in chunks:
             start, end = end, end + len(tokens)
-            if sequence.request.prompt_logits and sequence.in_prefill:
-                sequence.prompt_logits.append(self.model.backbone.logits(hidden.x[start:end]))
+            if sequence.in_prefill:
+                self._keep_prompt(sequence, hidden.x[start:end])
             sequence.done += len(tokens)
             if not sequence.in_prefill:
                 ready.append(sequence)
@@ -193,16 +142,31 @@ class Engine:
             batch.ids, batch.positions, batch.seq, batch.max_position, mask, rows, batch.trace
         )
 
+    def _keep_prompt(self, s: _Sequence, x: Tensor) -> None:
+        """Logits and logprobs of prompt rows, for the requests that want them."""
+        params = s.request.params
+        if not s.request.prompt_logits and params.prompt_logprobs is None:
+            return
+        logits = self.model.backbone.logits(x)
+        if s.request.prompt_logits:
+            s.prompt_logits.append(logits)
+        following = list(s.request.prompt_ids[s.done + 1 : s.done + 1 + len(x)])
+        if params.prompt_logprobs is not None and following:
+            rows = logits[: len(following)]
+            s.prompt_logprobs += _logprobs(rows, following, params.prompt_logprobs, None)
+
     # ------------------------------------------------------------ choosing tokens
     def _pick(self, ready: list[_Sequence], logits: Tensor) -> list[Step]:
-        tokens, status = self._sample(ready, logits)
+        rows = [Row(s.slot, s.request, s.generated) for s in ready]
+        tokens, status = self._sample(ready, self.control(logits, rows))
         forced = [
             s.request.force_ids[len(s.generated)]
             if len(s.generated) < len(s.request.force_ids)
             else t
             for s, t in zip(ready, tokens, strict=True)
         ]
-        scores = self._logprobs(ready, logits, forced)
+        self.control.produced(rows, forced)
+        scores = self._scores(ready, logits, forced)
         return [
             self._advance(s, logits[i], forced[i], status[i], scores[i])
             for i, s in enumerate(ready)
@@ -229,19 +193,23 @@ class Engine:
         both: list[list[int]] = torch.stack([tokens, status.long()]).tolist()
         return both[0], both[1]
 
-    def _logprobs(
+    def _scores(
         self, ready: list[_Sequence], logits: Tensor, tokens: list[int]
-    ) -> list[tuple[float | None, tuple[tuple[int, float], ...]]]:
+    ) -> list[TokenLogprob | None]:
+        """Logprobs of the chosen tokens, for the requests that want them."""
         wanted = [s.request.params.logprobs for s in ready]
         if all(n is None for n in wanted):
-            return [(None, ())] * len(ready)
-        top = max(n or 0 for n in wanted)
-        chosen = torch.tensor(tokens, device=logits.device)
-        own, values, ids = ops.token_logprobs(logits, chosen, top, None)
-        rows = zip(own.tolist(), values.tolist(), ids.tolist(), wanted, strict=True)
+            return [None] * len(ready)
+        # Raw logits are at temperature 1; greedy rows (0) have no other temperature.
+        scales = [
+            p.temperature if p.logprobs_after_temperature and p.temperature > 0 else 1.0
+            for p in (s.request.params for s in ready)
+        ]
+        temperature = torch.tensor(scales, dtype=torch.float32, device=logits.device)
+        found = _logprobs(logits, tokens, max(n or 0 for n in wanted), temperature)
         return [
-            (None, ()) if n is None else (o, tuple(zip(i[:n], v[:n], strict=True)))
-            for o, v, i, n in rows
+            None if n is None else (own, top[:n])
+            for (own, top), n in zip(found, wanted, strict=True)
         ]
 
     def _advance(
@@ -250,20 +218,22 @@ class Engine:
         logits: Tensor,
         token: int,
         status: int,
-        score: tuple[float | None, tuple[tuple[int, float], ...]],
+        score: TokenLogprob | None,
     ) -> Step:
         """Append the token to its sequence and say whether that ends it."""
         params = s.request.params
         prompt_logits = torch.cat(s.prompt_logits) if s.prompt_logits else None
-        s.prompt_logits = []
+        prompt = (prompt_logits, tuple(s.prompt_logprobs))
+        s.prompt_logits, s.prompt_logprobs = [], []
         if params.max_new_tokens == 0:
-            return Step(s.index, None, logits, None, (), "length", prompt_logits)
+            return Step(s.index, None, logits, None, (), "length", *prompt)
         if status != 0 and len(s.generated) >= len(s.request.force_ids):
             error = f"error: logits are {status_text(status)}"
-            return Step(s.index, None, logits, None, (), error, prompt_logits)
+            return Step(s.index, None, logits, None, (), error, *prompt)
         s.generated.append(token)
         reason = self._finish_reason(s, token)
-        return Step(s.index, token, logits, *score, reason, prompt_logits)
+        own, top = (None, ()) if score is None else score
+        return Step(s.index, token, logits, own, top, reason, *prompt)
 
     def _finish_reason(self, s: _Sequence, token: int) -> str | None:
         """Why the sequence ends with this token, or None."""
@@ -273,3 +243,13 @@ class Engine:
         if len(s.generated) >= params.max_new_tokens or s.done >= self.size.length:
             return "length"
         return None
+
+
+def _logprobs(
+    logits: Tensor, tokens: list[int], top_n: int, temperature: Tensor | None
+) -> list[TokenLogprob]:
+    """Logprob of each row's token, and of the row's `top_n` most likely ones."""
+    chosen = torch.tensor(tokens, device=logits.device)
+    own, values, ids = ops.token_logprobs(logits, chosen, top_n, temperature)
+    rows = zip(own.tolist(), values.tolist(), ids.tolist(), strict=True)
+    return [(o, tuple(zip(i, v, strict=True))) for o, v, i in rows]

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from tinfer import registry
 from tinfer.chat import Prompt, TextStream, Tokenizer, parse_completion, render
-from tinfer.engine import Engine, Request, SamplingParams, Step
+from tinfer.engine import Engine
 from tinfer.model.batch import no_trace
+from tinfer.request import Request, SamplingParams, Step, TokenLogprob
 from tinfer.runtime import Loaded, make_engine, open_model, pick_device
 from tinfer.trace import Dump
 
@@ -44,6 +45,14 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be integers with commas, got {text!r}") from error
+
+
+def _bias(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(i), float(value)) for i, value in pairs)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be id:value pairs, got {text!r}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     how.add_argument("--ignore-eos", action="store_true")
+    how.add_argument("--min-new-tokens", type=int, default=0, help="no stop token before")
+    how.add_argument("--repetition-penalty", type=float, default=1.0)
+    how.add_argument("--frequency-penalty", type=float, default=0.0)
+    how.add_argument("--presence-penalty", type=float, default=0.0)
+    how.add_argument("--logit-bias", type=_bias, default=(), metavar="ID:VALUE,…")
+    how.add_argument("--bad-word", action="append", default=[], help="never completed; repeatable")
     where = p.add_argument_group("where and with which kernels")
     where.add_argument("--device", help="default: the accelerator torch finds, else cpu")
     where.add_argument("--kernels", help="auto|triton|ref[,op=…]; default: TINFER_KERNELS")
@@ -79,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     out = p.add_argument_group("output")
     out.add_argument("--output", choices=("text", "json"), default="text")
     out.add_argument("--logprobs", type=int, metavar="N", help="with the N most likely tokens")
+    out.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the prompt")
+    out.add_argument("--logprobs-after-temperature", action="store_true")
     out.add_argument("--logits-out", type=Path, metavar="FILE", help="fp32 logits, safetensors")
     out.add_argument("--prompt-logits", action="store_true", help="those of the prompt as well")
     out.add_argument("--dump", type=Path, metavar="DIR", help="every layer's intermediates")
@@ -119,7 +136,22 @@ class _Template:
             new = len(a.force_ids) + 1 if a.force_ids else DEFAULT_NEW_TOKENS
         stop_ids = () if a.ignore_eos else self.loaded.eos_ids()
         return SamplingParams(
-            a.temperature, a.top_p, a.top_k, a.min_p, a.seed, new, stop_ids, a.logprobs
+            temperature=a.temperature,
+            top_p=a.top_p,
+            top_k=a.top_k,
+            min_p=a.min_p,
+            seed=a.seed,
+            max_new_tokens=new,
+            stop_ids=stop_ids,
+            min_new_tokens=a.min_new_tokens,
+            logprobs=a.logprobs,
+            logprobs_after_temperature=a.logprobs_after_temperature,
+            prompt_logprobs=a.prompt_logprobs,
+            repetition_penalty=a.repetition_penalty,
+            frequency_penalty=a.frequency_penalty,
+            presence_penalty=a.presence_penalty,
+            logit_bias=a.logit_bias,
+            bad_words=tuple(tuple(self.tokenizer().encode_plain(w)) for w in a.bad_word),
         )
 
     def tokenizer(self) -> Tokenizer:
@@ -192,6 +224,7 @@ class _Result:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     prompt_logits: Tensor | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     first_token: float | None = None
     ended: float | None = None
@@ -204,6 +237,7 @@ class _Result:
             self.logits.append(step.logits.float().cpu())
         if step.prompt_logits is not None:
             self.prompt_logits = step.prompt_logits.float().cpu()
+        self.prompt_logprobs = step.prompt_logprobs or self.prompt_logprobs
         new = ""
         if step.token is not None:
             self.ids.append(step.token)
@@ -227,12 +261,14 @@ class _Result:
         first, end = self.first_token or self.started, self.ended or time.perf_counter()
         decode, prompt = end - first, self.request.prompt_ids
         wanted = self.request.params.logprobs is not None
+        of_prompt = self.request.params.prompt_logprobs is not None
         return {
             "prompt_ids": list(prompt),
             "ids": self.ids,
             "text": self.text if self.stream is not None else None,
             "logprobs": self.logprobs if wanted else None,
             "top_logprobs": [dict(t) for t in self.top_logprobs] if wanted else None,
+            "prompt_logprobs": [None, *(p for p, _ in self.prompt_logprobs)] if of_prompt else None,
             "finish_reason": self.finish_reason,
             "usage": {
                 "prompt_tokens": len(prompt),

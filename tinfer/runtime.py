@@ -16,10 +16,11 @@ from tinfer.checkpoint import Checkpoint, open_checkpoint
 from tinfer.checkpoint.host import host_memory_limit
 from tinfer.checkpoint.plan import Demand, Memory, make_plan, require_fit
 from tinfer.config import ModelConfig
-from tinfer.engine import Engine, Request
+from tinfer.engine import Engine
 from tinfer.model.batch import Trace, no_trace
 from tinfer.model.build import Model, build_model
 from tinfer.model.engram_hash import compressed_token_map
+from tinfer.request import Request
 
 EOS = "<｜end▁of▁sentence｜>"
 UNLIMITED = 1 << 20  # positions, where the config names no context length

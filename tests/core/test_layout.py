@@ -15,7 +15,8 @@ PACKAGE = ROOT / "tinfer"
 LAYERS = [
     ("generate",),
     ("runtime", "trace"),
-    ("engine",),
+    ("engine", "logit_control"),
+    ("request",),
     ("chat", "completion", "tokenizer"),
     ("model", "cache"),
     ("ops",),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from tests.model.golden import ROOT, GoldenRun, golden_runs, load_model
 from tinfer import registry
 from tinfer.cache import CacheSize
-from tinfer.engine import Engine, Request, SamplingParams, Step
+from tinfer.engine import Engine
+from tinfer.request import Request, SamplingParams, Step
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5)
 
@@ -150,3 +152,68 @@ def test_images_across_chunks(chunk: int) -> None:
     )
     steps = list(Engine(golden.model, CacheSize(1, 64, chunk, 16)).generate([request]))
     assert tokens(steps, 0) == golden.tokens[:4, 0].tolist()
+
+
+# ---------------------------------------------------------------- logit control
+def chosen(model, **changes) -> list[int | None]:
+    params = dataclasses.replace(GREEDY, max_new_tokens=8, **changes)
+    return tokens(list(engine(model).generate([Request([5, 6, 7], params)])), 0)
+
+
+def test_logit_bias_and_bad_words(model) -> None:
+    free = chosen(model)
+    assert free[0] not in chosen(model, logit_bias=((free[0], float("-inf")),))
+    assert chosen(model, logit_bias=((42, 1e4),)) == [42] * 8
+    pair = (free[2], free[3])
+    banned = chosen(model, bad_words=(pair, (free[0], 1, 2)))
+    assert banned[:3] == free[:3]
+    assert banned[3] != free[3]
+    assert free[0] not in chosen(model, bad_words=((free[0],),))
+
+
+def test_penalties_see_their_own_sequence(model) -> None:
+    """A neighbour without penalties is untouched; a slot's next request starts afresh."""
+    free = chosen(model)
+    strong = dataclasses.replace(GREEDY, max_new_tokens=8, presence_penalty=1e4)
+    plain = dataclasses.replace(GREEDY, max_new_tokens=8)
+    requests = [Request([5, 6, 7], strong), Request([5, 6, 7], plain), Request([5, 6, 7], strong)]
+    steps = list(engine(model, sequences=2).generate(requests))
+    assert len(set(tokens(steps, 0))) == 8
+    assert tokens(steps, 1) == free
+    assert tokens(steps, 2) == tokens(steps, 0)
+
+
+def test_repetition_penalty_counts_the_prompt(model) -> None:
+    prompt = list(range(3, 60))
+    params = dataclasses.replace(GREEDY, max_new_tokens=6, repetition_penalty=1e6)
+    steps = list(engine(model, chunk=64).generate([Request(prompt, params)]))
+    assert not set(tokens(steps, 0)) & set(prompt)
+
+
+def test_min_new_tokens(model) -> None:
+    free = chosen(model)
+    held = chosen(model, stop_ids=(free[1],), min_new_tokens=4)
+    assert len(held) >= 4
+    assert free[1] not in held[:4]
+
+
+def test_prompt_logprobs(model) -> None:
+    prompt = [5, 6, 7, 90, 91, 92, 13]
+    params = dataclasses.replace(GREEDY, prompt_logprobs=2)
+    for chunk in (64, 3):
+        request = Request(prompt, params, prompt_logits=True)
+        first = next(engine(model, chunk=chunk).generate([request]))
+        expected = torch.log_softmax(first.prompt_logits.double(), -1)
+        assert len(first.prompt_logprobs) == len(prompt) - 1
+        for at, (own, top) in enumerate(first.prompt_logprobs):
+            assert own == pytest.approx(float(expected[at, prompt[at + 1]]), abs=1e-5)
+            assert [i for i, _ in top] == expected[at].topk(2).indices.tolist()
+
+
+def test_logprobs_after_temperature(model) -> None:
+    params = dataclasses.replace(
+        GREEDY, temperature=0.5, logprobs=1, logprobs_after_temperature=True
+    )
+    for step in engine(model).generate([Request([5, 6, 7], params)]):
+        expected = torch.log_softmax(step.logits.double() / 0.5, -1)
+        assert step.logprob == pytest.approx(float(expected[step.token]), abs=1e-5)
