@@ -183,6 +183,7 @@ def check_family(family: str, target: str) -> list[Compiled]:
     assert not problems, "\n".join(problems)
     importlib.import_module("tinfer.ops")
     wanted = {o.name for o in registry.OPS.values() if o.family == family and o.has_kernel}
+    assert wanted, f"{family} has no kernels"
     assert wanted == {r.op for r in results}, f"no launch recorded for {wanted}"
     return results
 
