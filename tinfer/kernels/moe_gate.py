@@ -2,7 +2,8 @@
 
 A program is one warp, so that a row's maximum is one warp reduction. The k rounds each take the
 maximum of the biased scores (as integers that order like floats, NaN below all numbers), the
-lowest id that has it, and strike it out.
+lowest id that has it, and strike it out. A row is held in tiles of 128, so that 384 experts are
+not padded to 512; the weights' scores are computed again from the chosen logits.
 
 sqrt(softplus(x)) costs one exp2, one square root and no logarithm: with t = exp(-|x|/2), m = t*t
 and R(m) = log1p(m)/m, a polynomial on [0, 1], it is sqrt(x + m*R) for x > 0 and t*sqrt(R) below,
@@ -48,13 +49,13 @@ def _sqrt_softplus(x):
 
 
 @triton.jit
-def _scores(x, SCORE: tl.constexpr):
-    """fp32 logits [rows, experts], -inf in the padding -> scores."""
+def _score(x, top, total, SCORE: tl.constexpr):
+    """fp32 logits -> scores; `top` and `total` are the row's softmax statistics."""
     if SCORE == 0:
         return _sqrt_softplus(x)
     if SCORE == 1:
-        e = tl.exp2((x - tl.max(x, axis=1)[:, None]) * _LOG2E)
-        return tl.div_rn(e, tl.broadcast_to(tl.sum(e, axis=1)[:, None], e.shape))
+        e = tl.exp2((x - top) * _LOG2E)
+        return tl.div_rn(e, tl.broadcast_to(total, e.shape))
     return 1.0 / (1.0 + tl.exp2(x * -_LOG2E))
 
 
@@ -86,40 +87,77 @@ def _moe_gate_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    expert = tl.arange(0, BLOCK_E)[None, :]
+    TILES: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    lane = tl.arange(0, BLOCK_E)[None, :]
     slot = tl.arange(0, BLOCK_K)[None, :]
-    real = expert < E
     for block in range(tl.program_id(0), tl.cdiv(T, BLOCK_T), tl.num_programs(0)):
         row = block * BLOCK_T + tl.arange(0, BLOCK_T)
         live = (row < T)[:, None]
-        at = row.to(tl.int64)[:, None] * stride + expert
-        score = _scores(tl.load(logits + at, mask=live & real, other=float("-inf")), SCORE)
-        add = tl.load(bias + expert, mask=real, other=0.0)
-        if HAS_IMAGE:
-            add_vl = tl.load(bias_vl + expert, mask=real, other=0.0)
-            is_image = tl.load(image + row, mask=row < T, other=0)[:, None] != 0
-            add = tl.where(is_image, add_vl, add)
-        key = tl.where(real, _ordered(score + add), _STRUCK)
-        raw = score.to(tl.int32, bitcast=True)
-        ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-        weights = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        total = tl.zeros([BLOCK_T], tl.float32)
-        for i in tl.static_range(K):
-            best = tl.max(key, axis=1)[:, None]
-            chosen = tl.min(tl.where(key == best, expert, BLOCK_E), axis=1)[:, None]
-            hit = expert == chosen
-            key = tl.where(hit, _STRUCK, key)
-            weight = tl.sum(tl.where(hit, raw, 0), axis=1).to(tl.float32, bitcast=True)
-            total = total + weight
-            ids = tl.where(slot == i, chosen, ids)
-            weights = tl.where(slot == i, weight[:, None], weights)
-        if NORMALIZE:
-            divisor = tl.broadcast_to((total + _WEIGHT_EPS)[:, None], weights.shape)
-            weights = tl.div_rn(weights, divisor)
+        base = logits + row.to(tl.int64)[:, None] * stride
+        values = ()
+        top = tl.full([BLOCK_T, 1], float("-inf"), tl.float32)
+        for c in tl.static_range(TILES):
+            mask = live & (c * BLOCK_E + lane < E)
+            x = tl.load(base + c * BLOCK_E + lane, mask=mask, other=float("-inf"))
+            values = values + (x,)  # noqa: RUF005  (triton reads no starred tuple)
+            if SCORE == 1:
+                top = tl.maximum(top, tl.max(x, axis=1)[:, None])
+        total = tl.zeros([BLOCK_T, 1], tl.float32)
+        if SCORE == 1:
+            for c in tl.static_range(TILES):
+                total += tl.sum(tl.exp2((values[c] - top) * _LOG2E), axis=1)[:, None]
+        keys = ()
+        for c in tl.static_range(TILES):
+            expert = c * BLOCK_E + lane
+            add = tl.load(bias + expert, mask=expert < E, other=0.0)
+            if HAS_IMAGE:
+                add_vl = tl.load(bias_vl + expert, mask=expert < E, other=0.0)
+                is_image = tl.load(image + row, mask=row < T, other=0)[:, None] != 0
+                add = tl.where(is_image, add_vl, add)
+            key = _ordered(_score(values[c], top, total, SCORE) + add)
+            keys = keys + (tl.where(expert < E, key, _STRUCK),)  # noqa: RUF005
+        ids = _best_ids(keys, lane, slot, K, TILES, BLOCK_T, BLOCK_E, BLOCK_K)
         keep = live & (slot < K)
+        chosen = tl.load(base + ids, mask=keep, other=0.0)
+        weights = tl.where(keep, _score(chosen, top, total, SCORE), 0.0)
+        if NORMALIZE:
+            divisor = tl.sum(weights, axis=1)[:, None] + _WEIGHT_EPS
+            weights = tl.div_rn(weights, tl.broadcast_to(divisor, weights.shape))
         at = row.to(tl.int64)[:, None] * K + slot
         tl.store(ids_out + at, ids, mask=keep)
         tl.store(weights_out + at, weights * route_scale, mask=keep)
+
+
+@triton.jit
+def _best_ids(
+    keys,
+    lane,
+    slot,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """int32 [BLOCK_T, BLOCK_K]: places of the K highest keys, equal ones by ascending place."""
+    ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    for i in tl.static_range(K):
+        high = keys[0]
+        for c in tl.static_range(1, TILES):
+            high = tl.maximum(high, keys[c])
+        best = tl.max(high, axis=1)[:, None]
+        place = tl.where(keys[0] == best, lane, TILES * BLOCK_E)
+        for c in tl.static_range(1, TILES):
+            found = tl.where(keys[c] == best, c * BLOCK_E + lane, TILES * BLOCK_E)
+            place = tl.minimum(place, found)
+        chosen = tl.min(place, axis=1)[:, None]
+        ids = tl.where(slot == i, chosen, ids)
+        left = ()
+        for c in tl.static_range(TILES):
+            key = tl.where(c * BLOCK_E + lane == chosen, _STRUCK, keys[c])
+            left = left + (key,)  # noqa: RUF005
+        keys = left
+    return ids
 
 
 def supports_moe_gate(
@@ -177,7 +215,7 @@ def moe_gate(
         NORMALIZE=normalize and topk > 1,
         HAS_IMAGE=image is not None,
         BLOCK_T=block,
-        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_E=min(triton.next_power_of_2(experts), 128),
         BLOCK_K=triton.next_power_of_2(topk),
         num_warps=1,
     )
