@@ -42,6 +42,7 @@ def _few_tokens_kernel(
     SHARED_SCALE: tl.constexpr,  # the ROWS of a program lie in one row of scale tiles
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     w_stride, x_stride = tl.multiple_of(w_stride, 4), tl.multiple_of(x_stride, 4)
     x_group = tl.multiple_of(x_group, 4)
@@ -96,6 +97,7 @@ def _few_tokens_kernel(
         EVEN,
         KWIDTH,
         PACKED,
+        STAGES,
     )
     n = first + tl.arange(0, ROWS)[:, None]
     tok = token0 + tl.arange(0, TOKENS)[None, :]

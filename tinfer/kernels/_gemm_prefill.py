@@ -15,8 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._gemm_tile import nan_pairs, scaled_words, token_factor
+from tinfer.kernels._gemm_tile import nan_pairs, pairs_e4m3, scaled_words, token_factor
 from tinfer.kernels._jit import _dot, e2m1_decode, e4m3_decode, to_bf16, to_fp32, ue8m0_decode
+
+# Orders of dequantized columns: as they are; each eight as 0 4 1 5 2 6 3 7 (fp4 weights streamed);
+# each block of 128 or 64 as a fragment of fp4 or fp8 weights wants it (see `_gemm_tile`).
+ORDERS = {"natural": 0, "eights": 1, "e2m1": 2, "e4m3": 3}
 
 
 # ---------------------------------------------------------------- dequantization
@@ -49,7 +53,7 @@ def _dequantize_kernel(
     q_stride,  # words of a row
     s_stride,
     TALL: tl.constexpr,  # rows that share a scale
-    EIGHTS: tl.constexpr,  # columns of each eight in the order 0 4 1 5 2 6 3 7, as fp4 wants them
+    ORDER: tl.constexpr,  # of the columns in `out`, see `ORDERS`
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
@@ -63,10 +67,23 @@ def _dequantize_kernel(
         at = (row * q_stride + part * 2)[:, None] + tl.arange(0, 2)[None, :]
         words = tl.load(q + at, mask=live[:, None], other=0)
         code = tl.load(s + row // TALL * s_stride + part // 4, mask=live, other=127)
-        p = _eights_pairs(words) if EIGHTS else tl.reshape(_natural_pairs(words), (BLOCK, 4))
-        p = nan_pairs(p)
-        p = scaled_words(p, token_factor(code)[:, None], True, PACKED)
-        at = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]
+        word = tl.arange(0, 4)[None, :]
+        at = (piece * 4)[:, None] + word
+        if ORDER == 0:
+            p = tl.reshape(_natural_pairs(words), (BLOCK, 4))
+        elif ORDER == 3:
+            p = tl.reshape(pairs_e4m3(words), (BLOCK, 4))
+            place = part % 8  # (t, half of i) of the piece; words are (i % 2, j)
+            to = (place % 2 * 2)[:, None] * 8 + word // 2 * 8 + word % 2 * 4 + (place // 2)[:, None]
+            at = (piece - place)[:, None] * 4 + to
+        else:
+            p = _eights_pairs(words)
+            if ORDER == 2:
+                place = part % 16  # (t, i) of the piece; words are j
+                at = (
+                    (piece - place)[:, None] * 4 + (place % 4 * 16 + place // 4)[:, None] + word * 4
+                )
+        p = scaled_words(nan_pairs(p), token_factor(code)[:, None], True, PACKED)
         tl.store(out + at, p, mask=live[:, None])
 
 

@@ -1,7 +1,8 @@
 """The loop of a product that streams weights from memory into tensor-core fragments.
 
-A step covers BLOCK * W columns, one block a warp; the next step's words are loaded before the
-current ones are decoded. The warps' partial sums are added in a fixed order at the end.
+A step covers BLOCK * W columns, one block a warp; the words of the steps ahead are on their way
+through shared memory, from which every thread reads back what it asked for. The warps' partial
+sums are added in a fixed order at the end.
 """
 
 from __future__ import annotations
@@ -59,36 +60,34 @@ def streamed(
     EVEN: tl.constexpr,  # every row exists, and every warp has whole blocks
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,  # steps of words in flight, in shared memory
 ):
     """fp32 [ROWS, TOKENS]: weights @ activations."""
     BLOCK: tl.constexpr = 128 if FMT == "e2m1" else (64 if FMT == "e4m3" else 32)
     STEP: tl.constexpr = BLOCK * W
     RAW: tl.constexpr = 126 if FMT == "e2m1" else 120
     X_WORDS: tl.constexpr = 16 if CODED else BLOCK // 2  # of a block
-    words = _fetch(w, w_live, w_column, 0, K, EVEN)
-    codes = words if FMT == "bf16" else _fetch(s, s_live, s_column, 0, K, EVEN)
-    x_words = _fetch(x, x_live, x_column, 0, K, False)
-    x_codes = _fetch(xs, x_live, x_column, 0, K, False) if CODED else x_words
+    codes = _fetch(s, s_live, s_column, 0, K, EVEN) if FMT != "bf16" else w_column
+    x_codes = _fetch(xs, x_live, x_column, 0, K, False) if CODED else x_column
     acc = tl.zeros((W, ROWS, TOKENS), tl.float32)
-    for k in tl.range(STEP, K + STEP, STEP, num_stages=1):  # the columns fetched ahead
+    for k in tl.range(0, K, STEP, num_stages=STAGES):
+        words = _fetch(w, w_live, w_column, k, K, EVEN)
+        x_words = _fetch(x, x_live, x_column, k, K, False)
         w += 16 * W
         x += X_WORDS * W
-        next_words = _fetch(w, w_live, w_column, k, K, EVEN)
-        next_x = _fetch(x, x_live, x_column, k, K, False)
         factor = codes
         if FMT != "bf16":
             s += STEP // 32
             factor = weight_factor(codes, RAW)
-            codes = _fetch(s, s_live, s_column, k, K, EVEN)
+            codes = _fetch(s, s_live, s_column, k + STEP, K, EVEN)
         a = weight_tile(words, factor, ROWS, W, FMT, KWIDTH, PACKED)
         if CODED:
             xs += STEP // 32
             b = coded_token_tile(x_words, token_factor(x_codes), TOKENS, W, KWIDTH, PACKED)
-            x_codes = _fetch(xs, x_live, x_column, k, K, False)
+            x_codes = _fetch(xs, x_live, x_column, k + STEP, K, False)
         else:
             b = token_tile(x_words, TOKENS, W, FMT, KWIDTH)
         acc = accumulate(acc, a, b)
-        words, x_words = next_words, next_x
     total = tl.sum(acc, axis=0)
     if FMT != "bf16":
         total = total * SCALE_BACK

@@ -53,7 +53,7 @@ def token_index(TOKENS: tl.constexpr, WARPS: tl.constexpr, WORDS: tl.constexpr):
 
 # ---------------------------------------------------------------- decoding words to pairs
 @triton.jit
-def _pairs_e2m1(w):
+def pairs_e2m1(w):
     """uint32 [...] of 8 codes -> uint32 [..., 2, 2] of RAW bf16 pairs, indexed (j % 2, j / 2)."""
     p0 = ((w << 12) & SIGNS) | ((w << 6) & 0x01C001C0)
     p1 = ((w << 8) & SIGNS) | ((w << 2) & 0x01C001C0)
@@ -63,7 +63,7 @@ def _pairs_e2m1(w):
 
 
 @triton.jit
-def _pairs_e4m3(w):
+def pairs_e4m3(w):
     """uint32 [...] of 4 codes -> uint32 [..., 2] of RAW bf16 pairs."""
     p0 = ((w << 8) & SIGNS) | ((w << 4) & 0x07F007F0)
     p1 = (w & SIGNS) | ((w >> 4) & 0x07F007F0)
@@ -177,7 +177,7 @@ def _fragment(v, ROWS: tl.constexpr, W: tl.constexpr, FMT: tl.constexpr, KWIDTH:
 def decoded(words, factor, FMT: tl.constexpr, PACKED: tl.constexpr):
     """uint32 [n, 4] of codes times factor [n, 1] -> bf16 [n, 4 words * pairs, 2]."""
     PAIRS: tl.constexpr = 16 if FMT == "e2m1" else 8
-    p = _pairs_e2m1(words) if FMT == "e2m1" else _pairs_e4m3(words)
+    p = pairs_e2m1(words) if FMT == "e2m1" else pairs_e4m3(words)
     p = tl.reshape(p, (words.shape[0], PAIRS))
     return _split_pairs(scaled_words(p, factor, False, PACKED))
 
@@ -198,9 +198,9 @@ def weight_tile(
         v = _split_pairs(words)
     else:
         if FMT == "e2m1":
-            p = tl.reshape(_pairs_e2m1(words), (R, W * 32, 16))
+            p = tl.reshape(pairs_e2m1(words), (R, W * 32, 16))
         else:
-            p = tl.reshape(_pairs_e4m3(words), (R, W * 32, 8))
+            p = tl.reshape(pairs_e4m3(words), (R, W * 32, 8))
         if factor.shape[0] == W * 32:
             factor = factor[None, :, None]
         else:
@@ -220,7 +220,7 @@ def coded_token_tile(
 ):
     """bf16 [W, TOKENS, 64]: fp8 activations for an "e4m3" weight tile; NaN codes give NaN."""
     R: tl.constexpr = TOKENS // 8
-    p = tl.reshape(nan_pairs(_pairs_e4m3(words)), (R, W * 32, 8))
+    p = tl.reshape(nan_pairs(pairs_e4m3(words)), (R, W * 32, 8))
     factor = tl.reshape(factor, (R, W * 32))[:, :, None]
     v = _split_pairs(scaled_words(p, factor, True, PACKED))
     return _fragment(v, TOKENS, W, "e4m3", KWIDTH)

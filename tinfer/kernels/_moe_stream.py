@@ -89,6 +89,7 @@ def _expert_up_kernel(
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
     NATIVE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     w_stride = tl.multiple_of(w_stride, 4)
     item = first + tl.program_id(0)
@@ -124,6 +125,7 @@ def _expert_up_kernel(
             EVEN,
             KWIDTH,
             PACKED,
+            STAGES,
         )
         gate, up = tl.split(tl.permute(tl.reshape(total, (2, 32, TOKENS)), (1, 2, 0)))
         pos = start + tl.arange(0, TOKENS)
@@ -162,6 +164,7 @@ def _expert_rows(
     EVEN: tl.constexpr,
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """fp32 [ROWS, TOKENS]: these rows of an expert's matrix times its tokens."""
     BLOCK: tl.constexpr = 128 if FMT == "e2m1" else 64
@@ -195,6 +198,7 @@ def _expert_rows(
         EVEN,
         KWIDTH,
         PACKED,
+        STAGES,
     )
 
 
@@ -219,6 +223,7 @@ def _expert_down_kernel(
     EVEN: tl.constexpr,
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     w_stride = tl.multiple_of(w_stride, 4)
     item = first + tl.program_id(0)
@@ -251,6 +256,7 @@ def _expert_down_kernel(
             EVEN,
             KWIDTH,
             PACKED,
+            STAGES,
         )
         mine = tl.arange(0, TOKENS) < rows
         pos = (start + tl.arange(0, TOKENS)).to(tl.int64)

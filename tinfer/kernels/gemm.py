@@ -25,6 +25,7 @@ from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
 from tinfer.kernels._gemm_decode import _few_tokens_kernel
 from tinfer.kernels._gemm_prefill import (
+    ORDERS,
     _dequantize_fp4_kernel,
     _dequantize_kernel,
     _dequantize_ragged_kernel,
@@ -91,6 +92,7 @@ def _few_tokens(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, ou
         SHARED_SCALE=n % GROUP == 0 or groups == 1,
         KWIDTH=4,
         PACKED=is_packed(target(x.device)),
+        STAGES=4,
         num_warps=tiles["W"],
         **tiles,
     )
@@ -102,10 +104,10 @@ def _takes_few(x: Tensor, w: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------- many tokens
-def dequantize(q: Tensor, s: Tensor, tall: int, eights: bool = False) -> Tensor:
+def dequantize(q: Tensor, s: Tensor, tall: int, order: str = "natural") -> Tensor:
     """e4m3 [R, K] with a scale per `tall` rows and 32 columns -> bf16 [R, K], contiguous.
 
-    `eights`: the columns of each eight in the order 0 4 1 5 2 6 3 7 (K divisible by 8).
+    `order` of the columns: a key of `ORDERS`; all but "natural" need K in whole units of it.
     """
     rows, k = q.shape
     out = torch.empty(rows, k, dtype=torch.bfloat16, device=q.device)
@@ -127,7 +129,7 @@ def dequantize(q: Tensor, s: Tensor, tall: int, eights: bool = False) -> Tensor:
         q.stride(0) // 4,
         s.stride(0),
         TALL=tall,
-        EIGHTS=eights,
+        ORDER=ORDERS[order],
         BLOCK=block,
         PACKED=is_packed(target(q.device)),
         num_warps=4,

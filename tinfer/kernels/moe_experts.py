@@ -1,14 +1,15 @@
 """Launcher of the routed experts.
 
 Routed rows are grouped by expert (`moe_permute`), cut into tiles (`_moe_tiles`), pass the two
-expert products (`_moe_stream` for few rows an expert) and are added up in slot order
-(`moe_permute` again). Nothing waits for the device: grids cover the worst case.
+expert products (`_moe_stream` for few rows an expert, `_moe_many` for many) and are added up in
+slot order (`moe_permute` again). Nothing waits for the device: grids cover the worst case.
 
 Source: kernels G3 to G5, E6 and E8 of the contracts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,13 +18,64 @@ from torch import Tensor
 
 from tinfer.compat.moe_experts import check_moe_experts, is_fp4
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason, stride_reason
+from tinfer.kernels._moe_many import _expert_down_many_kernel, _expert_up_many_kernel
 from tinfer.kernels._moe_stream import _expert_down_kernel, _expert_up_kernel
 from tinfer.kernels._moe_tiles import expert_tiles
-from tinfer.kernels._target import target
+from tinfer.kernels._target import Target, target
 from tinfer.kernels.gemm import dequantize, is_packed
 from tinfer.kernels.moe_permute import expert_combine, expert_permute
 
 Options = dict[str, Any]
+BLOCKS = {"e2m1": 128, "e4m3": 64}  # columns of a block of K
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is computed: the format, the tiles' capacity, and what each kernel is given."""
+
+    fmt: str
+    order: str  # of the activations' columns
+    capacity: int
+    sizes: tuple[int, ...]  # token columns of a tile's products: one, or (N0, N1, N2)
+    packed: bool
+    native: bool
+
+    @property
+    def many(self) -> bool:
+        return len(self.sizes) > 1
+
+    def streamed(self, k: int, most: int) -> Options:
+        """Constants of a `_moe_stream` kernel over K columns."""
+        warps = _split(k, BLOCKS[self.fmt], most)
+        even = k % (BLOCKS[self.fmt] * warps) == 0
+        tile = {"FMT": self.fmt, "TOKENS": self.sizes[0], "W": warps, "EVEN": even, "KWIDTH": 4}
+        return tile | {"PACKED": self.packed, "STAGES": 4, "num_warps": warps}
+
+    def shared(self) -> Options:
+        """Constants of a `_moe_many` kernel."""
+        sizes = dict(zip(("N0", "N1", "N2"), self.sizes, strict=True))
+        tile = {"FMT": self.fmt, "WARPS": 4, "PACKED": self.packed, "STAGES": 3}
+        return tile | sizes | {"num_warps": 4, "num_stages": 3}
+
+
+def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Target) -> Plan:
+    """By the average number of rows an expert gets."""
+    fmt, average = ("e2m1" if fp4 else "e4m3"), routed / experts
+    packed, native = is_packed(device), device.native_e4m3
+    if average > 12 and not (dim % 128 or inner % 128):
+        sizes = (64, 128, 0) if average > 96 else (64, 64, 32) if average > 32 else (16, 32, 0)
+        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed, native)
+    tile = 8 if average <= 5 else 16 if average <= 12 else 64
+    order = "eights" if fp4 else "natural"
+    return Plan(fmt, order, tile, (tile,), packed, native)
+
+
+def _split(k: int, block: int, most: int) -> int:
+    """Warps that share the K of a tile: the most that leave no warp without a block."""
+    warps = 1
+    while warps < most and k % (2 * warps * block) == 0:
+        warps *= 2
+    return warps
 
 
 def supports_moe_experts(
@@ -61,98 +113,54 @@ def moe_experts(
     if not tokens or not dim or not routed:
         nothing = torch.zeros_like(q, dtype=torch.bfloat16) if shared is None else shared
         return nothing.clone(memory_format=torch.contiguous_format)
+    plan = _plan(routed, experts, dim, w13.shape[1] // 2, is_fp4(w13, dim), target(q.device))
     pos_to_token, pos_to_slot, token_to_pos, starts, ends = expert_permute(ids, experts, 1)
-    x = dequantize(q, s, 1, eights=is_fp4(w13, dim))
-    capacity = _capacity(routed, experts)
-    tiles = expert_tiles(starts, ends, routed, capacity)
-    h = _up(x, w13, w13_s, tiles, capacity, (pos_to_token, pos_to_slot, weights), limit)
-    y = _down(h, w2, w2_s, tiles, capacity)
+    x = dequantize(q, s, 1, plan.order)
+    tiles = expert_tiles(starts, ends, routed, plan.capacity)
+    h = _up(plan, x, w13, w13_s, tiles, (pos_to_token, pos_to_slot, weights), limit)
+    y = _down(plan, h, w2, w2_s, tiles)
     return expert_combine(y, token_to_pos, shared)
 
 
-def _capacity(routed: int, experts: int) -> int:
-    """Rows a tile holds: the next power of two above one and a half times the average."""
-    return min(max(8, triton.next_power_of_2(3 * routed // (2 * experts))), 64)
-
-
-def _split(k: int, block: int, most: int) -> int:
-    """Warps that share the K of a tile: the most that leave no warp without a block."""
-    warps = 1
-    while warps < most and k % (2 * warps * block) == 0:
-        warps *= 2
-    return warps
-
-
-def _options(x: Tensor, fmt: str, k: int, most: int) -> Options:
-    block = 128 if fmt == "e2m1" else 64
-    warps = _split(k, block, most)
-    even = k % (block * warps) == 0
-    packed = is_packed(target(x.device))
-    return {"FMT": fmt, "W": warps, "EVEN": even, "KWIDTH": 4, "PACKED": packed, "num_warps": warps}
-
-
 def _up(
+    plan: Plan,
     x: Tensor,
     w: Tensor,
     w_s: Tensor,
     tiles: Tensor,
-    capacity: int,
     routing: tuple[Tensor, Tensor, Tensor],
     limit: float,
 ) -> Tensor:
     """x bf16 [T, D] -> the cast activations bf16 [P, I] of every routed row."""
-    pos_to_token, pos_to_slot, weights = routing
-    dim, inner = x.shape[1], w.shape[1] // 2
-    fmt = "e2m1" if is_fp4(w, dim) else "e4m3"
-    h = torch.empty(pos_to_token.numel(), inner, dtype=torch.bfloat16, device=x.device)
-    items = tiles.shape[0] * (inner // 32)
+    dim, inner, count = x.shape[1], w.shape[1] // 2, tiles.shape[0]
+    topk = routing[2].shape[1]
+    h = torch.empty(routing[0].numel(), inner, dtype=torch.bfloat16, device=x.device)
+    same = {"TOPK": topk, "LIMIT": limit, "NATIVE": plan.native}
+    if plan.many:
+        kernel, columns, constants = _expert_up_many_kernel, 64, plan.shared()
+    else:
+        kernel, columns, constants = _expert_up_kernel, 32, plan.streamed(dim, 4)
+    items = count * (inner // columns)
     for first in range(0, items, MAX_PROGRAMS):
-        _expert_up_kernel[(min(items - first, MAX_PROGRAMS),)](
-            x,
-            w,
-            w_s,
-            tiles,
-            pos_to_token,
-            pos_to_slot,
-            weights,
-            h,
-            first,
-            tiles.shape[0],
-            dim,
-            inner,
-            w.shape[2] // 4,
-            1,
-            TOPK=weights.shape[1],
-            LIMIT=limit,
-            TOKENS=capacity,
-            NATIVE=target(x.device).native_e4m3,
-            **_options(x, fmt, dim, 4),
-        )
+        kernel[(min(items - first, MAX_PROGRAMS),)](
+            x, w, w_s, tiles, *routing, h, first, count, dim, inner, w.shape[2] // 4, 1,
+            **same, **constants,
+        )  # fmt: skip
     return h
 
 
-def _down(h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor, capacity: int) -> Tensor:
+def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tensor:
     """Cast activations bf16 [P, I] -> expert outputs bf16 [P, D]."""
-    dim, inner = w.shape[1], h.shape[1]
-    fmt = "e2m1" if is_fp4(w, inner) else "e4m3"
+    dim, inner, count = w.shape[1], h.shape[1], tiles.shape[0]
     y = torch.empty(h.shape[0], dim, dtype=torch.bfloat16, device=h.device)
-    rows = 64 if dim % 64 == 0 else 32
-    items = tiles.shape[0] * triton.cdiv(dim, rows)
+    if plan.many:
+        kernel, rows, constants = _expert_down_many_kernel, 128, plan.shared() | {"REP": 2}
+    else:
+        rows = 64 if dim % 64 == 0 else 32
+        kernel, constants = _expert_down_kernel, plan.streamed(inner, 4) | {"ROWS": rows}
+    items = count * triton.cdiv(dim, rows)
     for first in range(0, items, MAX_PROGRAMS):
-        _expert_down_kernel[(min(items - first, MAX_PROGRAMS),)](
-            h,
-            w,
-            w_s,
-            tiles,
-            y,
-            first,
-            tiles.shape[0],
-            dim,
-            inner,
-            w.shape[2] // 4,
-            1,
-            ROWS=rows,
-            TOKENS=capacity,
-            **_options(h, fmt, inner, 4),
+        kernel[(min(items - first, MAX_PROGRAMS),)](
+            h, w, w_s, tiles, y, first, count, dim, inner, w.shape[2] // 4, 1, **constants
         )
     return y
