@@ -22,8 +22,9 @@ from torch import Tensor
 from tinfer.compat.norm_rope import check_apply_rotary_, check_rms_norm, check_rms_norm_cast
 from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
-from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels._jit import to_bf16, to_fp32
 from tinfer.kernels._quant import cast_groups
+from tinfer.kernels._round import round_bf16_packed
 from tinfer.kernels._target import target
 
 MAX_WIDTH = 16384  # columns of a row that one program still holds in registers
@@ -33,14 +34,6 @@ _GROUP = tl.constexpr(GROUP)
 @triton.jit
 def _load_part(x, columns, width):
     return to_fp32(tl.load(x + columns, mask=columns < width, other=0.0))
-
-
-@triton.jit
-def _normed(value, rstd, weight, columns, width, HAS_WEIGHT: tl.constexpr):
-    value = value * rstd
-    if HAS_WEIGHT:
-        value = _load_part(weight, columns, width) * value
-    return value
 
 
 @triton.jit
@@ -54,7 +47,7 @@ def _store_part(
         tl.store(y + columns, to_bf16(value), mask=columns < width)
     if WRITE_Q:
         groups: tl.constexpr = WIDTH // _GROUP
-        rounded = tl.reshape(round_bf16(value), [groups, _GROUP])
+        rounded = tl.reshape(round_bf16_packed(value, NATIVE), [groups, _GROUP])
         codes, scales = cast_groups(rounded, "e4m3", "ue8m0", NATIVE)
         group = start // _GROUP + tl.arange(0, groups)
         at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
@@ -68,22 +61,30 @@ def _rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr, WRITE_Y: tl.constexpr, WRITE_Q: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
+    main = tl.arange(0, MAIN)
+    rest = MAIN + tl.arange(0, REST if REST else 1)
+    if HAS_WEIGHT:
+        scale = _load_part(weight, main, width)
+        if REST:
+            scale_rest = _load_part(weight, rest, width)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
         start = x + row * stride
-        main = tl.arange(0, MAIN)
         value = _load_part(start, main, width)
         total = tl.sum(value * value, axis=0)
         if REST:
-            rest = MAIN + tl.arange(0, REST)
             tail = _load_part(start, rest, width)
             total += tl.sum(tail * tail, axis=0)
         rstd = tl.rsqrt(total / width + eps)
         y_row, q_row, s_row = y + row * width, q + row * width, s + row * (width // _GROUP)
-        out = _normed(value, rstd, weight, main, width, HAS_WEIGHT)
+        out = value * rstd
+        if HAS_WEIGHT:
+            out = scale * out
         _store_part(out, y_row, q_row, s_row, 0, width, MAIN, WRITE_Y, WRITE_Q, NATIVE)
         if REST:
-            out = _normed(tail, rstd, weight, rest, width, HAS_WEIGHT)
+            out = tail * rstd
+            if HAS_WEIGHT:
+                out = scale_rest * out
             _store_part(out, y_row, q_row, s_row, MAIN, width, REST, WRITE_Y, WRITE_Q, NATIVE)
 
 
@@ -95,9 +96,10 @@ def split_width(width: int, least: int = 1) -> tuple[int, int]:
     return main, max(triton.next_power_of_2(width - main), least)
 
 
-def _norm_warps(width: int) -> int:
-    """Warps per row: about 16 to 40 columns a thread (H200, 5120 columns: 8 warps)."""
-    return 1 if width <= 512 else 2 if width <= 1024 else 4 if width <= 2048 else 8
+def _norm_tiles(rows: int, width: int) -> tuple[int, int]:
+    """(programs, warps): 16 to 40 columns a thread."""
+    warps = 1 if width <= 512 else 2 if width <= 2048 else 4 if rows > 64 else 8
+    return min(rows, MAX_PROGRAMS), warps
 
 
 def _norm_reason(x: Tensor, weight: Tensor | None) -> str | None:
@@ -119,7 +121,8 @@ def _launch_norm(
     if not x.shape[0]:
         return s
     main, rest = split_width(width, GROUP)
-    _rms_norm_kernel[(min(x.shape[0], MAX_PROGRAMS),)](
+    programs, warps = _norm_tiles(x.shape[0], width)
+    _rms_norm_kernel[(programs,)](
         x,
         x if weight is None else weight.contiguous(),
         x if y is None else y,
@@ -135,7 +138,7 @@ def _launch_norm(
         MAIN=main,
         REST=rest,
         NATIVE=target(x.device).native_e4m3,
-        num_warps=_norm_warps(width),
+        num_warps=warps,
     )
     return s
 

@@ -19,23 +19,28 @@ from torch import Tensor
 from tinfer.compat.swiglu import check_swiglu, check_swiglu_cast
 from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
-from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels._jit import to_bf16, to_fp32
 from tinfer.kernels._quant import cast_groups
+from tinfer.kernels._round import round_bf16_packed
 from tinfer.kernels._target import target
 
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _in_segment(row, row_ends, segments, alignment, BLOCK_E: tl.constexpr):
-    """bool [R]: the rows that lie inside a segment, from the ends of all segments."""
-    index = tl.arange(0, BLOCK_E)
-    known = index < segments
-    ends = tl.load(row_ends + index, mask=known, other=0)
-    before = tl.load(row_ends + index - 1, mask=known & (index > 0), other=0)
-    starts = (before + alignment - 1) // alignment * alignment
-    inside = (row[:, None] >= starts[None, :]) & (row[:, None] < ends[None, :])
-    return tl.max(inside.to(tl.int32), axis=1) > 0
+def _segment(row, row_ends, segments, alignment, STEPS: tl.constexpr):
+    """(start, end) of the first segment that ends after row; end is 0 where there is none."""
+    low = row * 0  # the first segment not known to end at or before row, by bisection
+    high = low + segments
+    for _ in tl.static_range(STEPS):
+        middle = (low + high) // 2
+        open_ = low < high
+        ends_before = tl.load(row_ends + middle, mask=open_, other=0) <= row
+        low = tl.where(open_ & ends_before, middle + 1, low)
+        high = tl.where(open_ & ~ends_before, middle, high)
+    end = tl.load(row_ends + low, mask=low < segments, other=0)
+    before = tl.load(row_ends + low - 1, mask=low > 0, other=0)
+    return (before + alignment - 1) // alignment * alignment, end
 
 
 @triton.jit
@@ -49,41 +54,62 @@ def _product(gate, up, weight, limit, CLAMP: tl.constexpr, HAS_WEIGHT: tl.conste
     return value
 
 
+@triton.jit
+def _tile(
+    gate_up, weights, out, q, s, row, live, start, width, stride, limit,
+    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` [R], of which `live` ones exist, and BLOCK_I columns from `start` on."""
+    row = row.to(tl.int64)
+    column = (start + tl.arange(0, BLOCK_I))[None, :]
+    inside = live[:, None] & (column < width)
+    at = gate_up + row[:, None] * stride + column
+    gate = to_fp32(tl.load(at, mask=inside, other=0.0))
+    up = to_fp32(tl.load(at + width, mask=inside, other=0.0))
+    weight = 1.0
+    if HAS_WEIGHT:
+        weight = tl.load(weights + row, mask=live, other=0.0)[:, None]
+    value = _product(gate, up, weight, limit, CLAMP, HAS_WEIGHT)
+    to = row[:, None] * width + column
+    if CAST:
+        groups: tl.constexpr = BLOCK_R * BLOCK_I // _GROUP
+        rounded = tl.reshape(round_bf16_packed(value, NATIVE), [groups, _GROUP])
+        codes, scales = cast_groups(rounded, "e4m3", "ue8m0", NATIVE)
+        tl.store(q + to, tl.reshape(codes, [BLOCK_R, BLOCK_I]), mask=inside)
+        group = start // _GROUP + tl.arange(0, BLOCK_I // _GROUP)[None, :]
+        kept = live[:, None] & (group < width // _GROUP)
+        to_s = row[:, None] * (width // _GROUP) + group
+        tl.store(s + to_s, tl.reshape(scales, [BLOCK_R, BLOCK_I // _GROUP]), mask=kept)
+    else:
+        tl.store(out + to, to_bf16(value), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "segments"])
 def _swiglu_kernel(
     gate_up, weights, row_ends, out, q, s, rows, width, stride, limit, segments, alignment,
-    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK_E: tl.constexpr, CAST: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
+    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, STEPS: tl.constexpr, UNIFORM: tl.constexpr,
+    CAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK_I)
     tiles = tl.cdiv(rows, BLOCK_R) * blocks
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row = tile // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-        start = tile % blocks * BLOCK_I
+        first, start = tile // blocks * BLOCK_R, tile % blocks * BLOCK_I
+        row = first + tl.arange(0, BLOCK_R)
         live = row < rows
-        if BLOCK_E:
-            live &= _in_segment(row, row_ends, segments, alignment, BLOCK_E)
-        column = (start + tl.arange(0, BLOCK_I))[None, :]
-        inside = live[:, None] & (column < width)
-        at = gate_up + row.to(tl.int64)[:, None] * stride + column
-        gate = to_fp32(tl.load(at, mask=inside, other=0.0))
-        up = to_fp32(tl.load(at + width, mask=inside, other=0.0))
-        weight = 1.0
-        if HAS_WEIGHT:
-            weight = tl.load(weights + row, mask=live, other=0.0)[:, None]
-        value = _product(gate, up, weight, limit, CLAMP, HAS_WEIGHT)
-        to = row.to(tl.int64)[:, None] * width + column
-        if CAST:
-            groups: tl.constexpr = BLOCK_R * BLOCK_I // _GROUP
-            rounded = tl.reshape(round_bf16(value), [groups, _GROUP])
-            codes, scales = cast_groups(rounded, "e4m3", "ue8m0", NATIVE)
-            tl.store(q + to, tl.reshape(codes, [BLOCK_R, BLOCK_I]), mask=inside)
-            group = start // _GROUP + tl.arange(0, BLOCK_I // _GROUP)[None, :]
-            to_s = row.to(tl.int64)[:, None] * (width // _GROUP) + group
-            kept = live[:, None] & (group < width // _GROUP)
-            tl.store(s + to_s, tl.reshape(scales, [BLOCK_R, BLOCK_I // _GROUP]), mask=kept)
+        if STEPS:
+            begin, end = _segment(first if UNIFORM else row, row_ends, segments, alignment, STEPS)
+            live &= (row >= begin) & (row < end)
+            if tl.max(live.to(tl.int32), axis=0) > 0:
+                _tile(
+                    gate_up, weights, out, q, s, row, live, start, width, stride, limit,
+                    CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
+                )  # fmt: skip
         else:
-            tl.store(out + to, to_bf16(value), mask=inside)
+            _tile(
+                gate_up, weights, out, q, s, row, live, start, width, stride, limit,
+                CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
+            )  # fmt: skip
 
 
 def _swiglu_tiles(rows: int, width: int) -> tuple[int, int, int]:
@@ -125,7 +151,8 @@ def _launch(
         alignment,
         CLAMP=limit > 0,
         HAS_WEIGHT=weights is not None,
-        BLOCK_E=triton.next_power_of_2(segments) if segments else 0,
+        STEPS=segments.bit_length(),
+        UNIFORM=alignment % block_r == 0,
         CAST=scales is not None,
         BLOCK_R=block_r,
         BLOCK_I=block_i,
