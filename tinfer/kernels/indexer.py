@@ -1,0 +1,378 @@
+"""Index logits: relu(q . k) weighted and summed over heads, against paged fp4 or fp8 keys.
+
+Memory: q uint8 [T, Hi, Di/2] and its scales [T, Hi, Di/32]; keys in any `KVLayout`, addressed
+through the block table in int64; logits fp32, rows padded to 128 bytes.
+
+A program holds the queries of TOKENS tokens (TOKENS * HEADS columns) and walks over keys in
+tiles of KEYS rows. Keys are decoded in registers as the left operand, so heads lie along the
+accumulator's columns, where relu, weight and sum stay within a few lanes. Tokens of another
+sequence in the same tile take another walk. Keys at and beyond the last visible one are never
+read. With candidate blocks every token has keys of its own and walks alone.
+
+FAST is for e2m1 keys of 128 channels with ue8m0 scales (`_index_keys`); other layouts decode to
+bf16 first. Numerics: operands exact in bf16, fp32 accumulation, relu and weighted sum in fp32.
+Source: `tinfer.compat.indexer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinfer.compat import indexer as ref
+from tinfer.kernels._index_keys import RESCALE, operand, scale_pairs, unusable
+from tinfer.kernels._jit import _dot, e2m1_decode, nibbles_unpack, to_bf16, ue8m0_decode
+from tinfer.kernels._kv_rows import load_tile
+from tinfer.kernels._target import Target, target
+from tinfer.kv_layout import KVLayout
+
+MAX_PROGRAMS = 65535
+
+
+@triton.jit
+def _query_operands(
+    q_ptr, q_scale_ptr, weights_ptr, first, tokens,
+    HEADS: tl.constexpr, HEADS_P: tl.constexpr, COLUMNS: tl.constexpr,
+    DIM: tl.constexpr, DP: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """(four operands [channels, COLUMNS], weights fp32 [COLUMNS]) of the tokens from `first` on."""
+    column = tl.arange(0, COLUMNS)
+    token, head = (first + column // HEADS_P).to(tl.int64), column % HEADS_P
+    live = (token < tokens) & (head < HEADS)
+    row = token * HEADS + head
+    weight = tl.load(weights_ptr + row, mask=live, other=0.0)
+    if FAST:
+        at = q_ptr + row[:, None] * 16 + tl.arange(0, 16)[None, :]
+        word = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+        scale = tl.load(q_scale_ptr + row, mask=live, other=0).to(tl.uint32, bitcast=True)
+        weight = tl.where(unusable(scale), float("nan"), weight * RESCALE)
+        factor = scale_pairs(scale)
+        q0 = tl.trans(operand(word, factor, 0, PACKED))
+        q1 = tl.trans(operand(word, factor, 1, PACKED))
+        q2 = tl.trans(operand(word, factor, 2, PACKED))
+        q3 = tl.trans(operand(word, factor, 3, PACKED))
+    else:
+        byte, group = tl.arange(0, DP // 2), tl.arange(0, DP // 32)
+        at = q_ptr + row[:, None] * (DIM // 2) + byte[None, :]
+        packed = tl.load(at, mask=live[:, None] & (byte < DIM // 2)[None, :], other=0)
+        at = q_scale_ptr + row[:, None] * (DIM // 32) + group[None, :]
+        scale = tl.load(at, mask=live[:, None] & (group < DIM // 32)[None, :], other=0)
+        value = tl.reshape(e2m1_decode(nibbles_unpack(packed)), [COLUMNS, DP // 32, 32])
+        value = tl.reshape(value * ue8m0_decode(scale)[:, :, None], [COLUMNS, DP])
+        q0 = tl.trans(to_bf16(value))
+        q1, q2, q3 = q0, q0, q0
+    return q0, q1, q2, q3, weight
+
+
+@triton.jit
+def _score_tile(
+    cache_ptr, table_ptr, page_stride, key, seen, q0, q1, q2, q3, weight,
+    KEYS: tl.constexpr, TOKENS: tl.constexpr, HEADS_P: tl.constexpr,
+    DIM: tl.constexpr, DP: tl.constexpr,
+    VALUE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
+    DATA_STRIDE: tl.constexpr, SCALE_BASE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
+    FAST: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """fp32 [KEYS, TOKENS]: scores of the keys numbered `key` in the sequence of `table_ptr`."""
+    page = tl.load(table_ptr + key // PAGE, mask=seen, other=0).to(tl.int64)
+    acc = tl.zeros([KEYS, TOKENS * HEADS_P], tl.float32)
+    if FAST:  # cache_ptr and all strides count 32-bit words
+        base = page * page_stride
+        at = cache_ptr + base + SCALE_BASE + key % PAGE * SCALE_STRIDE
+        scale = tl.load(at, mask=seen, other=0).to(tl.uint32, bitcast=True)
+        at = cache_ptr + base + key % PAGE * DATA_STRIDE
+        at = at[:, None] + tl.arange(0, 16)[None, :]
+        word = tl.load(at, mask=seen[:, None], other=0).to(tl.uint32, bitcast=True)
+        factor = scale_pairs(scale)
+        acc = _dot(operand(word, factor, 0, PACKED), q0, acc)
+        acc = _dot(operand(word, factor, 1, PACKED), q1, acc)
+        acc = _dot(operand(word, factor, 2, PACKED), q2, acc)
+        acc = _dot(operand(word, factor, 3, PACKED), q3, acc)
+    else:
+        slot = tl.where(seen, page * PAGE + key % PAGE, -1)
+        keys = load_tile(
+            slot, cache_ptr, page_stride, KEYS, DIM, DP,
+            VALUE, GROUP, SCALE, PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE,
+        )  # fmt: skip
+        acc = _dot(keys, q0, acc)
+    relu = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    weighted = tl.reshape(relu * weight[None, :], [KEYS, TOKENS, HEADS_P])
+    scores = tl.sum(weighted, axis=2)
+    if FAST:
+        scores = tl.where(unusable(scale)[:, None], float("nan"), scores)
+    return scores
+
+
+@triton.jit(do_not_specialize=["tokens", "columns", "tiles", "splits", "span"])
+def _index_logits_kernel(
+    q_ptr,  # uint8 [T, HEADS, DIM / 2], or int32 words if FAST
+    q_scale_ptr,  # uint8 [T, HEADS, DIM / 32], or int32 words if FAST
+    weights_ptr,  # fp32 [T, HEADS]
+    cache_ptr,  # uint8 pages, or int32 words if FAST
+    table_ptr,  # int32 [S, nblk]
+    seq_ptr,  # int64 [T]
+    visible_ptr,  # int32 [T]
+    blocks_ptr,  # int32 [T, nb] or None
+    out_ptr,  # fp32 [T, columns]
+    tokens,
+    columns,
+    tiles,
+    splits,
+    span,  # columns of one program, a multiple of KEYS
+    table_stride,
+    page_stride,
+    blocks_stride,
+    out_stride,
+    HEADS: tl.constexpr,
+    HEADS_P: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    DP: tl.constexpr,
+    VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+    PAGE: tl.constexpr,
+    DATA_STRIDE: tl.constexpr,
+    SCALE_BASE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    FAST: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    for task in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
+        token = (tiles - 1 - task // splits) * TOKENS  # the longest rows of a prefill first
+        begin = task % splits * span
+        end = tl.minimum(begin + span, columns)
+        lane = tl.arange(0, TOKENS)
+        row = (token + lane).to(tl.int64)
+        seq = tl.load(seq_ptr + row, mask=row < tokens, other=-1)
+        visible = tl.load(visible_ptr + row, mask=seq >= 0, other=0)
+        out_row = out_ptr + row[None, :] * out_stride
+        q0, q1, q2, q3, weight = _query_operands(
+            q_ptr, q_scale_ptr, weights_ptr, token, tokens,
+            HEADS, HEADS_P, TOKENS * HEADS_P, DIM, DP, FAST, PACKED,
+        )  # fmt: skip
+        start = token * 0
+        while start < TOKENS:
+            owner = tl.max(tl.where(lane == start, seq, -1), axis=0)
+            stop = tl.min(tl.where((lane > start) & (seq != owner), lane, TOKENS), axis=0)
+            mine = (lane >= start) & (lane < stop) & (row < tokens)
+            most = tl.max(tl.where(mine, visible, 0), axis=0)
+            bound = end if blocks_ptr is not None else tl.minimum(most, end)
+            bound = tl.where(owner >= 0, bound, begin)
+            table = table_ptr + tl.maximum(owner, 0) * table_stride
+            for at in tl.range(begin, bound, KEYS, num_stages=STAGES):
+                column = at + tl.arange(0, KEYS)
+                if blocks_ptr is not None:
+                    block_at = blocks_ptr + tl.max(row, axis=0) * blocks_stride
+                    inside = column < columns
+                    block = tl.load(block_at + column // BLOCK_SIZE, mask=inside, other=-1)
+                    key = block * BLOCK_SIZE + column % BLOCK_SIZE
+                    seen = (block >= 0) & (key < most)
+                else:
+                    key = column
+                    seen = key < bound
+                scores = _score_tile(
+                    cache_ptr, table, page_stride, key, seen, q0, q1, q2, q3, weight,
+                    KEYS, TOKENS, HEADS_P, DIM, DP, VALUE, GROUP, SCALE, PAGE,
+                    DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, FAST, PACKED,
+                )  # fmt: skip
+                shown = seen[:, None] & (key[:, None] < visible[None, :])
+                scores = tl.where(shown, scores, float("-inf"))
+                mask = mine[None, :] & (column < columns)[:, None]
+                tl.store(out_row + column[:, None], scores, mask=mask)
+            rest = begin + tl.cdiv(tl.maximum(bound - begin, 0), KEYS) * KEYS
+            for at in range(rest, end, KEYS):
+                column = at + tl.arange(0, KEYS)
+                mask = mine[None, :] & (column < columns)[:, None]
+                hidden = tl.full([KEYS, TOKENS], float("-inf"), tl.float32)
+                tl.store(out_row + column[:, None], hidden, mask=mask)
+            start = stop
+
+
+# ---------------------------------------------------------------- launching
+def _index_tiles(tokens: int, sequences: int, heads: int, alone: bool) -> dict[str, int]:
+    """TOKENS, KEYS, STAGES, num_warps. Many tokens a sequence share decoded keys."""
+    most = 1 if alone else max(1, min(tokens // max(sequences, 1), 128 // heads))
+    together = 1 << (most.bit_length() - 1)
+    if together * heads <= 64:
+        return {"TOKENS": together, "KEYS": 128, "STAGES": 3, "num_warps": 4}
+    return {"TOKENS": together, "KEYS": 128, "STAGES": 2, "num_warps": 8}
+
+
+def _splits(tiles: int, columns: int, keys: int, processors: int) -> tuple[int, int]:
+    """(programs per token tile, columns of each): about 16 programs a processor, if that long."""
+    key_tiles = triton.cdiv(columns, keys)
+    wanted = min(triton.cdiv(16 * processors, tiles), max(1, key_tiles // 4))
+    each = triton.cdiv(key_tiles, max(1, wanted))
+    return triton.cdiv(key_tiles, each), each * keys
+
+
+def _is_fast(cache: Tensor, layout: KVLayout) -> bool:
+    """Whether keys can be read as 32-bit words of the format that `_index_keys` decodes."""
+    words = (*layout.triple, layout.page_bytes, cache.stride(0), cache.storage_offset())
+    return (layout.dim, layout.value, layout.group, layout.scale) == (
+        128,
+        "e2m1",
+        32,
+        "ue8m0",
+    ) and all(n % 4 == 0 for n in words)
+
+
+def _arguments(
+    q: Tensor, q_s: Tensor, cache: Tensor, layout: KVLayout, on: Target
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """(q, q_s, cache) as the kernel reads them, and the constexprs of layout and format."""
+    fast = _is_fast(cache, layout)
+    unit = 4 if fast else 2 if layout.value == "bf16" else 1
+    if fast:
+        q, q_s, cache = (x.view(torch.int32) for x in (q.contiguous(), q_s.contiguous(), cache))
+    elif layout.value == "bf16":
+        cache = cache.view(torch.bfloat16)
+    data_stride, scale_base, scale_stride = layout.triple
+    return q.contiguous(), q_s.contiguous(), cache, {
+        "DIM": layout.dim,
+        "DP": triton.next_power_of_2(layout.dim),
+        "VALUE": layout.value,
+        "GROUP": layout.group,
+        "SCALE": layout.scale,
+        "PAGE": layout.page_size,
+        "DATA_STRIDE": data_stride // unit,
+        "SCALE_BASE": scale_base // unit,
+        "SCALE_STRIDE": scale_stride // unit,
+        "FAST": fast,
+        "PACKED": fast and on.backend == "cuda" and int(on.arch) >= 90,
+    }  # fmt: skip
+
+
+def _launch(
+    q: Tensor,
+    q_s: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    seq: Tensor,
+    visible: Tensor,
+    columns: int,
+    blocks: Tensor | None = None,
+    block_size: int = 1,
+) -> Tensor:
+    tokens, heads = q.shape[:2]
+    padded = triton.cdiv(columns, 32) * 32
+    out = torch.empty(tokens, padded, dtype=torch.float32, device=q.device)[:, :columns]
+    if not out.numel():
+        return out
+    on = target(q.device)
+    heads_p = max(16, triton.next_power_of_2(heads))
+    tile = _index_tiles(tokens, len(block_table), heads_p, blocks is not None)
+    tiles = triton.cdiv(tokens, tile["TOKENS"])
+    splits, span = _splits(tiles, columns, tile["KEYS"], on.processors)
+    q, q_s, pages, fixed = _arguments(q, q_s, cache, layout, on)
+    _index_logits_kernel[(min(tiles * splits, MAX_PROGRAMS),)](
+        q,
+        q_s,
+        weights.contiguous(),
+        pages,
+        block_table,
+        seq.contiguous(),
+        visible.contiguous(),
+        blocks,
+        out,
+        tokens,
+        columns,
+        tiles,
+        splits,
+        span,
+        block_table.stride(0),
+        pages.stride(0),
+        0 if blocks is None else blocks.stride(0),
+        out.stride(0),
+        HEADS=heads,
+        HEADS_P=heads_p,
+        BLOCK_SIZE=block_size,
+        **fixed,
+        **tile,
+    )
+    return out
+
+
+def supports_index_logits(
+    q: Tensor,
+    q_s: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    seq: Tensor,
+    visible: Tensor,
+    max_visible: int,
+) -> str | None:
+    """Rows of the block table contiguous, at most 256 heads."""
+    if block_table.dim() == 2 and block_table.stride(1) != 1:
+        return "rows of block_table are not contiguous"
+    if q.dim() == 3 and q.shape[1] > 256:
+        return "more than 256 heads"
+    if layout.value == "bf16" and (cache.stride(0) % 2 or cache.storage_offset() % 2):
+        return "bf16 rows at odd byte offsets"
+    return None
+
+
+def index_logits(
+    q: Tensor,
+    q_s: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    seq: Tensor,
+    visible: Tensor,
+    max_visible: int,
+) -> Tensor:
+    op = "index_logits"
+    ref.check_index_logits(op, q, q_s, weights, cache, layout, block_table, seq, visible)
+    return _launch(q, q_s, weights, cache, layout, block_table, seq, visible, max_visible)
+
+
+def supports_index_logits_blocks(
+    q: Tensor,
+    q_s: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    seq: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    visible: Tensor,
+) -> str | None:
+    """As index_logits; rows of blocks contiguous."""
+    if blocks.dim() == 2 and blocks.stride(1) != 1:
+        return "rows of blocks are not contiguous"
+    return supports_index_logits(q, q_s, weights, cache, layout, block_table, seq, visible, 0)
+
+
+def index_logits_blocks(
+    q: Tensor,
+    q_s: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    seq: Tensor,
+    blocks: Tensor,
+    block_size: int,
+    visible: Tensor,
+) -> Tensor:
+    op = "index_logits_blocks"
+    ref.check_index_logits(op, q, q_s, weights, cache, layout, block_table, seq, visible)
+    ref.check_index_logits_blocks(blocks, len(q), block_size)
+    columns = blocks.shape[1] * block_size
+    given = (q, q_s, weights, cache, layout, block_table, seq, visible, columns)
+    return _launch(*given, blocks, block_size)
