@@ -21,8 +21,9 @@ from torch import Tensor
 from tinfer.compat.engram_hash import check_engram_lookback, check_ngram_hash
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason, stride_reason
 
-LOOKBACK_BLOCK = 1024
-HASH_BLOCK = 256
+LOOKBACK_BLOCK = 128  # of a batch that takes two launches
+MAX_ALONE = 1024  # tokens that one program looks back for
+HASH_BLOCK = 128
 
 
 # ---------------------------------------------------------------- look-back
@@ -127,9 +128,10 @@ def engram_lookback(
     out = torch.empty(tokens, order, dtype=torch.int32, device=ids.device)
     if not tokens:
         return out
-    block = min(triton.next_power_of_2(tokens), LOOKBACK_BLOCK)
+    alone = tokens <= MAX_ALONE
+    block = max(triton.next_power_of_2(tokens), 32) if alone else LOOKBACK_BLOCK
     blocks = triton.cdiv(tokens, block)
-    phases = ((True, True),) if blocks == 1 else ((True, False), (False, True))
+    phases = ((True, True),) if alone else ((True, False), (False, True))
     for read, write in phases:
         _engram_lookback_kernel[(blocks,)](
             ids,
@@ -149,7 +151,7 @@ def engram_lookback(
             READ=read,
             WRITE=write,
             BLOCK=block,
-            num_warps=max(block // 256, 1),
+            num_warps=min(block // 32, 16),
         )
     return out
 

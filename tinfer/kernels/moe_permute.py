@@ -22,7 +22,7 @@ from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason,
 from tinfer.kernels._jit import to_bf16, to_fp32
 
 FILL_BLOCK = 4096
-TILE = 16  # blocks whose counts are added, and rows that are compared, at a time
+TILE = 16  # blocks whose counts are added at a time
 MAX_EXPERTS = 4095
 MAX_FILL = 8192  # rows that one program fills beside its other work
 
@@ -43,28 +43,45 @@ def _expert_of(ids, item, N, E):
     return tl.where((expert >= 0) & (expert < E), expert, E)
 
 
-@triton.jit(do_not_specialize=["N", "P"])
+@triton.jit(do_not_specialize=["N", "P", "blocks", "steps"])
 def _permute_count_kernel(
     ids,  # int32 [N]
-    counts,  # int32 [BLOCKS, BINS]
+    counts,  # int32 [blocks, BINS]
     pos_to_token,  # int32 [P]
     pos_to_slot,  # int32 [P]
     N,
     P,
+    blocks,
+    steps,
     E: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     BINS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    step = tl.num_programs(0)
-    for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), step):
-        expert = _expert_of(ids, block * BLOCK + tl.arange(0, BLOCK), N, E)
-        tl.store(counts + block * BINS + tl.arange(0, BINS), tl.histogram(expert, BINS))
-    for block in range(tl.program_id(0), tl.cdiv(P, FILL), step):
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        total = tl.zeros([BINS], tl.int32)
+        for step in range(block * steps, block * steps + steps):
+            total += tl.histogram(_expert_of(ids, step * ROWS + tl.arange(0, ROWS), N, E), BINS)
+        tl.store(counts + block * BINS + tl.arange(0, BINS), total)
+    for block in range(tl.program_id(0), tl.cdiv(P, FILL), tl.num_programs(0)):
         _fill(pos_to_token, pos_to_slot, block * FILL, P, FILL)
 
 
-@triton.jit(do_not_specialize=["N", "P", "blocks", "alignment"])
+@triton.jit
+def _counted(counts, block, blocks, BINS: tl.constexpr, TILE: tl.constexpr):
+    """(rows of every expert, those in the blocks before this one), int32 [BINS] each."""
+    bins = tl.arange(0, BINS)[None, :]
+    total = tl.zeros([TILE, BINS], tl.int32)
+    before = tl.zeros([TILE, BINS], tl.int32)
+    for first in range(0, blocks, TILE):
+        other = first + tl.arange(0, TILE)[:, None]
+        part = tl.load(counts + other * BINS + bins, mask=other < blocks, other=0)
+        total += part
+        before += tl.where(other < block, part, 0)
+    return tl.sum(total, axis=0), tl.sum(before, axis=0)
+
+
+@triton.jit(do_not_specialize=["N", "P", "blocks", "steps", "alignment"])
 def _permute_place_kernel(
     ids,  # int32 [N]
     counts,  # int32 [blocks, BINS]
@@ -77,50 +94,48 @@ def _permute_place_kernel(
     N,
     P,
     blocks,
+    steps,
     alignment,
     K: tl.constexpr,
     E: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     BINS: tl.constexpr,
     TILE: tl.constexpr,
     FILL: tl.constexpr,
-    ALONE: tl.constexpr,  # one block does everything
+    ALONE: tl.constexpr,  # one program does everything
 ):
-    bins = tl.arange(0, BINS)
+    bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        item = block * BLOCK + tl.arange(0, BLOCK)
-        expert = _expert_of(ids, item, N, E)
-        before = tl.zeros([BINS], tl.int32)
         if ALONE:
-            total = tl.histogram(expert, BINS)
+            total = tl.histogram(_expert_of(ids, lane, N, E), BINS)
+            before = tl.zeros([BINS], tl.int32)
             for first in range(0, P, FILL):
                 _fill(pos_to_token, pos_to_slot, first, P, FILL)
         else:
-            total = tl.zeros([BINS], tl.int32)
-            for first in range(0, blocks, TILE):
-                other = first + tl.arange(0, TILE)[:, None]
-                part = tl.load(counts + other * BINS + bins[None, :], mask=other < blocks, other=0)
-                total += tl.sum(part, axis=0)
-                before += tl.sum(tl.where(other < block, part, 0), axis=0)
+            total, before = _counted(counts, block, blocks, BINS, TILE)
         total = tl.where(bins < E, total, 0)
         padded = (total + alignment - 1) // alignment * alignment
         start = tl.cumsum(padded, axis=0) - padded
-        tl.store(bases + block * BINS + bins, start + before)
         if block == 0:
             tl.store(expert_start + bins, start, mask=bins < E)
             tl.store(expert_end + bins, start + total, mask=bins < E)
-        rank = tl.zeros([BLOCK], tl.int32)
-        for first in range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, N), TILE):
-            other = first + tl.arange(0, TILE)
-            same = _expert_of(ids, other, N, E)[:, None] == expert[None, :]
-            rank += tl.sum((same & (other[:, None] < item[None, :])).to(tl.int32), axis=0)
-        tl.debug_barrier()  # the bases (and the filling) are read (and overwritten) by all threads
-        routed = expert < E
-        base = tl.load(bases + block * BINS + expert, mask=routed, other=0)
-        pos = tl.where(routed, base + rank, -1)
-        tl.store(token_to_pos + item, pos, mask=item < N)
-        tl.store(pos_to_token + pos, item // K, mask=routed)
-        tl.store(pos_to_slot + pos, item % K, mask=routed)
+        base = start + before
+        for step in range(block * steps, block * steps + steps):
+            tl.store(bases + block * BINS + bins, base)
+            item = step * ROWS + lane
+            expert = _expert_of(ids, item, N, E)
+            same = (expert[:, None] == expert[None, :]) & (lane[:, None] < lane[None, :])
+            rank = tl.sum(same.to(tl.int32), axis=0)
+            tl.debug_barrier()  # all threads' bases (and filling) come before all reads
+            routed = expert < E
+            at = tl.load(bases + block * BINS + expert, mask=routed, other=0)
+            pos = tl.where(routed, at + rank, -1)
+            tl.store(token_to_pos + item, pos, mask=item < N)
+            tl.store(pos_to_token + pos, item // K, mask=routed)
+            tl.store(pos_to_slot + pos, item % K, mask=routed)
+            if not ALONE:
+                tl.debug_barrier()  # and all reads before the next step's bases
+                base += tl.histogram(expert, BINS)
 
 
 def supports_expert_permute(ids: Tensor, num_experts: int, alignment: int) -> str | None:
@@ -143,10 +158,10 @@ def expert_permute(
         edges = torch.zeros(2, num_experts, **new)
         return pos[0], pos[1], token_to_pos, edges[0], edges[1]
     edges = torch.empty(2, num_experts, **new)
-    block, warps = _permute_tiles(routed)
-    blocks, bins = triton.cdiv(routed, block), triton.next_power_of_2(num_experts + 1)
+    size, steps, warps = _permute_tiles(routed)
+    blocks, bins = triton.cdiv(routed, size * steps), triton.next_power_of_2(num_experts + 1)
     scratch = torch.empty(2, blocks, bins, **new)
-    alone = blocks == 1 and rows <= MAX_FILL
+    alone = blocks == 1 and steps == 1 and rows <= MAX_FILL
     if not alone:
         programs = min(max(blocks, triton.cdiv(rows, FILL_BLOCK)), MAX_PROGRAMS)
         _permute_count_kernel[(programs,)](
@@ -156,8 +171,10 @@ def expert_permute(
             pos[1],
             routed,
             rows,
+            blocks,
+            steps,
             E=num_experts,
-            BLOCK=block,
+            ROWS=size,
             BINS=bins,
             FILL=FILL_BLOCK,
             num_warps=warps,
@@ -174,10 +191,11 @@ def expert_permute(
         routed,
         rows,
         blocks,
+        steps,
         alignment,
         K=topk,
         E=num_experts,
-        BLOCK=block,
+        ROWS=size,
         BINS=bins,
         TILE=TILE,
         FILL=FILL_BLOCK,
@@ -187,12 +205,16 @@ def expert_permute(
     return pos[0], pos[1], token_to_pos, edges[0], edges[1]
 
 
-def _permute_tiles(routed: int) -> tuple[int, int]:
-    """Routed rows a block, and warps: at most 128 blocks while a block's pairs are cheap."""
-    block = 32
-    while block < 1024 and block * 128 < routed:
-        block *= 2
-    return block, 4 if block <= 128 else 8
+def _permute_tiles(routed: int) -> tuple[int, int, int]:
+    """Routed rows ranked at a time, how often per program, and warps.
+
+    Ranking compares all pairs, so 256 rows at most; the counts of all programs are added by
+    each, so 128 programs at most.
+    """
+    size = 256
+    if routed <= 8192:
+        size = max(triton.next_power_of_2(routed), 32) if routed <= 128 else 64
+    return size, triton.cdiv(routed, size * 128), 4 if size <= 128 else 8
 
 
 # ---------------------------------------------------------------- combination
