@@ -37,20 +37,39 @@ def _top(x):
 
 
 @triton.jit
+def _hc_parts_kernel(fn, parts, count, BLOCK: tl.constexpr):
+    """fp32 fn [N] -> its three bf16 parts [3, N], high first."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    f = tl.load(fn + at, mask=inside, other=0.0)
+    high = _top(f)
+    middle = _top(f - high)
+    tl.store(parts + at, to_bf16(high), mask=inside)
+    tl.store(parts + count + at, to_bf16(middle), mask=inside)
+    tl.store(parts + 2 * count + at, to_bf16(f - high - middle), mask=inside)
+
+
+@triton.jit
 def _add_dots(
     values, fn, column, k, width, part,
-    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """part [T, W] + values bf16 [T, B] @ fn[:, copy k, columns B]^T, exact products."""
     row = tl.arange(0, WIDTH)[:, None]
     at = fn + row * (C * width) + k * width + column[None, :]
-    f = tl.load(at, mask=(row < MIXES) & (column < width)[None, :], other=0.0)  # [W, B]
-    high = _top(f)
-    middle = _top(f - high)
-    low = f - high - middle
-    part = _dot(values, tl.trans(to_bf16(low)), part)
-    part = _dot(values, tl.trans(to_bf16(middle)), part)
-    return _dot(values, tl.trans(to_bf16(high)), part)
+    inside = (row < MIXES) & (column < width)[None, :]  # [W, B]
+    if PARTS:
+        for p in tl.static_range(2, -1, -1):
+            one = tl.load(at + p * (MIXES * C * width), mask=inside, other=0.0)
+            part = _dot(values, tl.trans(one), part)
+    else:
+        f = tl.load(at, mask=inside, other=0.0)
+        high = _top(f)
+        middle = _top(f - high)
+        part = _dot(values, tl.trans(to_bf16(f - high - middle)), part)
+        part = _dot(values, tl.trans(to_bf16(middle)), part)
+        part = _dot(values, tl.trans(to_bf16(high)), part)
+    return part
 
 
 @triton.jit
@@ -63,7 +82,7 @@ def _hc_partial_kernel(
     y, stream, post, comb, pre, fn, new, x, partial, rows, width, splits,
     C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
     POST: tl.constexpr, COLLAPSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    STAGES: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each of the splits takes a range of column blocks; outputs as the module describes.
 
@@ -73,16 +92,18 @@ def _hc_partial_kernel(
     split = tl.program_id(0) % splits
     token = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
     live = token < rows
-    token_3d, live_3d = token[:, None, None], live[:, None, None]
-    post_k, comb_jk, pre_k = (), (), ()
+    post_k, comb_jk, pre_k = (), (), ()  # loaded as [T]: one register a token
     for k in tl.static_range(C):
         if POST:
-            post_k = post_k + (tl.load(post + token_3d * C + k, mask=live_3d, other=0.0),)
+            mix = tl.load(post + token * C + k, mask=live, other=0.0)
+            post_k = post_k + (mix[:, None, None],)
             for j in tl.static_range(C):
-                at = comb + (token_3d * C + k) * C + j
-                comb_jk = comb_jk + (tl.load(at, mask=live_3d, other=0.0),)
+                mix = tl.load(comb + (token * C + k) * C + j, mask=live, other=0.0)
+                comb_jk = comb_jk + (mix[:, None, None],)
         if COLLAPSE:
-            pre_k = pre_k + (tl.load(pre + token_3d * C + k, mask=live_3d, other=0.0),)
+            mix = tl.load(pre + token * C + k, mask=live, other=0.0)
+            pre_k = pre_k + (mix[:, None, None],)
+    token_3d, live_3d = token[:, None, None], live[:, None, None]
     dots = tl.zeros((BLOCK_T, WIDTH), tl.float32)
     square = tl.zeros((BLOCK_T, 1, BLOCK_D), tl.float32)
     square_x = tl.zeros((BLOCK_T, 1, BLOCK_D), tl.float32)
@@ -112,7 +133,7 @@ def _hc_partial_kernel(
             if COLLAPSE:
                 collapsed = pre_k[k] * value if k == 0 else collapsed + pre_k[k] * value
             flat = to_bf16(tl.sum(value, axis=1))
-            part = _add_dots(flat, fn, column, k, width, part, C, MIXES, WIDTH)
+            part = _add_dots(flat, fn, column, k, width, part, C, MIXES, WIDTH, PARTS)
         dots += part
         if COLLAPSE:
             rounded = to_bf16(collapsed)
@@ -127,18 +148,18 @@ def _hc_partial_kernel(
 
 # ---------------------------------------------------------------- second kernel
 @triton.jit
-def _sum_splits(at, column, live):
-    """Sum over the splits of columns [N] of a token's partial results at `at` [S] -> [N]."""
-    return tl.sum(tl.load(at[:, None] + column[None, :], mask=live[:, None], other=0.0), axis=0)
-
-
-@triton.jit
 def _norm_part(x, weight, column, width, rstd, HAS_WEIGHT: tl.constexpr):
     inside = column < width
     value = to_fp32(tl.load(x + column, mask=inside, other=0.0)) * rstd
     if HAS_WEIGHT:
         value *= to_fp32(tl.load(weight + column, mask=inside, other=0.0))
     tl.store(x + column, to_bf16(value), mask=inside)
+
+
+@triton.jit
+def _one(row, index, column):
+    """The element of row [W] at index, as a scalar."""
+    return tl.sum(tl.where(column == index, row, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -152,22 +173,17 @@ def _hc_finish_kernel(
     tasks = 2 if NORM else 1
     for task in range(tl.program_id(0), rows * tasks, tl.num_programs(0)):
         row = (task // tasks).to(tl.int64)
-        split = tl.arange(0, BLOCK_S)
-        live = split < splits
-        at = partial + (split.to(tl.int64) * rows + row) * WIDTH
+        split, column = tl.arange(0, BLOCK_S), tl.arange(0, WIDTH)
+        at = partial + (split.to(tl.int64)[:, None] * rows + row) * WIDTH + column[None, :]
+        value = tl.sum(tl.load(at, mask=split[:, None] < splits, other=0.0), axis=0)  # [W]
         if task % tasks == 0:
-            square = tl.sum(tl.load(at + MIXES, mask=live, other=0.0), axis=0)
-            rstd = tl.rsqrt(square / (C * width) + norm_eps)
-            ends = _sum_splits(at, tl.arange(0, 2 * C), live) * rstd
-            cells = _sum_splits(at, 2 * C + tl.arange(0, C * C), live) * rstd
-            token = row + tl.arange(0, 1)
-            store_mixes(
-                ends[None, :], cells[None, :], token, token < rows, scale, base,
-                pre, post, comb, hc_eps, iters, C,
-            )  # fmt: skip
+            value *= tl.rsqrt(_one(value, MIXES, column) / (C * width) + norm_eps)
+            mixes = ()
+            for n in tl.static_range(MIXES):
+                mixes = mixes + (_one(value, n, column),)
+            store_mixes(mixes, row, row < rows, scale, base, pre, post, comb, hc_eps, iters, C)
         else:
-            square = tl.sum(tl.load(at + MIXES + 1, mask=live, other=0.0), axis=0)
-            rstd = tl.rsqrt(square / width + norm_eps)
+            rstd = tl.rsqrt(_one(value, MIXES + 1, column) / width + norm_eps)
             _norm_part(x + row * width, weight, tl.arange(0, MAIN), width, rstd, HAS_WEIGHT)
             if REST:
                 rest = MAIN + tl.arange(0, REST)
@@ -182,8 +198,7 @@ def _hc_split_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         live = token < rows
-        at = mixes + token[:, None] * MIXES
-        ends = tl.load(at + tl.arange(0, 2 * C)[None, :], mask=live[:, None], other=0.0)
-        cells = at + 2 * C + tl.arange(0, C * C)[None, :]
-        logits = tl.load(cells, mask=live[:, None], other=0.0)
-        store_mixes(ends, logits, token, live, scale, base, pre, post, comb, hc_eps, iters, C)
+        row = ()
+        for n in tl.static_range(MIXES):
+            row = row + (tl.load(mixes + token * MIXES + n, mask=live, other=0.0),)
+        store_mixes(row, token, live, scale, base, pre, post, comb, hc_eps, iters, C)

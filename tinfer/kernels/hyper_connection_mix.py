@@ -19,7 +19,12 @@ from tinfer.compat.hyper_connection import (
     mix_rows,
 )
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason
-from tinfer.kernels._hc_mix import _hc_finish_kernel, _hc_partial_kernel, _hc_split_kernel
+from tinfer.kernels._hc_mix import (
+    _hc_finish_kernel,
+    _hc_partial_kernel,
+    _hc_parts_kernel,
+    _hc_split_kernel,
+)
 from tinfer.kernels._target import target
 from tinfer.kernels.norm_rope import MAX_WIDTH, split_width
 
@@ -35,6 +40,7 @@ class Tiles:
     splits: int
     warps: int
     stages: int
+    parts: bool = False
 
 
 def _mix_tiles(rows: int, width: int, shared_kib: int, processors: int) -> Tiles:
@@ -83,13 +89,19 @@ def _run(
     count = mix_rows(copies)
     row_width = max(16, triton.next_power_of_2(count + 2))
     partial = torch.empty(tiles.splits, rows, row_width, dtype=torch.float32, device=stream.device)
+    fn = mixing.fn
+    if tiles.parts:
+        fn = torch.empty(3, *fn.shape, dtype=torch.bfloat16, device=fn.device)
+        _hc_parts_kernel[(triton.cdiv(mixing.fn.numel(), 1024),)](
+            mixing.fn, fn, mixing.fn.numel(), BLOCK=1024, num_warps=4
+        )
     y, post, comb, new = written or (stream,) * 4
     pre, x, weight = collapsed or (stream, stream, None)
     _hc_partial_kernel[(triton.cdiv(rows, tiles.tokens) * tiles.splits,)](
-        y, stream, post, comb, pre, mixing.fn, new, x, partial, rows, width,
+        y, stream, post, comb, pre, fn, new, x, partial, rows, width,
         tiles.splits, C=copies, MIXES=count, WIDTH=row_width,
         POST=written is not None, COLLAPSE=collapsed is not None,
-        BLOCK_T=tiles.tokens, BLOCK_D=tiles.columns, STAGES=tiles.stages,
+        BLOCK_T=tiles.tokens, BLOCK_D=tiles.columns, PARTS=tiles.parts, STAGES=tiles.stages,
         num_warps=tiles.warps, enable_fp_fusion=False,
     )  # fmt: skip
     main, rest = split_width(width)
@@ -125,10 +137,10 @@ def hc_split(mixes: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iters: i
     rows, copies = mixes.shape[0], {3: 1, 8: 2, 24: 4}[mixes.shape[1]]
     outputs = _new_mixes(mixes.new_empty(rows, copies, 0))
     if rows:
-        block = 8 if rows >= 1024 else 1
+        block = 32
         _hc_split_kernel[(min(triton.cdiv(rows, block), MAX_PROGRAMS),)](
             mixes, scale, base, *outputs, rows, hc_eps, iters,
-            C=copies, MIXES=mixes.shape[1], BLOCK=block, num_warps=4 if block > 1 else 1,
+            C=copies, MIXES=mixes.shape[1], BLOCK=block, num_warps=1,
         )  # fmt: skip
     return outputs
 
