@@ -443,11 +443,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_arguments(args)
         policy = registry.current_policy()
         spec = args.kernels if args.kernels is not None else policy.spec
-        with registry.use_kernels(spec, strict=args.strict or policy.strict):
+        strict = args.strict or policy.strict
+        with registry.use_kernels(spec, strict=strict), registry.use_gemm():
             template = _Template(args, open_model(args.model, pick_device(args.device)))
             template.params()  # a wrong parameter is seen before anything loads
             return _interactive(template) if args.interactive else _batch(template)
-    except (ValueError, registry.UnsupportedError) as error:
+    except (ValueError, ImportError, registry.UnsupportedError) as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
 

@@ -99,6 +99,7 @@ class Op(Generic[P, R]):
         self.name, self.ref, self.has_kernel = ref.__name__, ref, kernel
         self.family = ref.__module__.rpartition(".")[2]
         self.calls: Counter[str] = Counter()
+        self.adapter: Callable[P, R] | None = None  # a library asked for by name, see `use_gemm`
         self.reasons: dict[str, None] = {}
         functools.update_wrapper(self, ref)
         if self.name in OPS:
@@ -135,6 +136,9 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         policy = current_policy()
         impl = policy.overrides.get(self.name, policy.default)
+        if self.adapter is not None and impl != "ref":
+            self.calls["adapter"] += 1
+            return self.adapter(*args, **kwargs)
         if impl != "ref":
             reason = self.why_not_triton(*args, **kwargs)
             if reason is None:
@@ -147,6 +151,26 @@ class Op(Generic[P, R]):
                 log.warning("%s -> ref: %s", self.name, reason)
         self.calls["ref"] += 1
         return self.ref(*args, **kwargs)
+
+
+@contextmanager
+def use_gemm(name: str | None = None) -> Iterator[None]:
+    """Scope what computes the fp8 products: "triton", or "deep_gemm" through its adapter.
+
+    None reads TINFER_GEMM; unset means triton. ImportError if the library is not usable.
+    """
+    name = os.environ.get("TINFER_GEMM", "triton") if name is None else name
+    if name not in ("triton", "deep_gemm"):
+        raise ValueError(f"TINFER_GEMM: must be triton or deep_gemm, got {name!r}")
+    ops = [OPS[op] for op in ("linear_fp8", "moe_experts")] if name == "deep_gemm" else []
+    library = importlib.import_module("tinfer.compat.deep_gemm").load() if ops else None
+    for op in ops:
+        op.adapter = getattr(library, op.name)
+    try:
+        yield
+    finally:
+        for op in ops:
+            op.adapter = None
 
 
 def reset_counts() -> None:
@@ -162,6 +186,8 @@ def report() -> str:
     for name, op in sorted(OPS.items()):
         if op.calls:
             why = "; ".join(op.reasons)
+            if op.calls["adapter"]:
+                why = f"{op.calls['adapter']} by deep_gemm; {why}".rstrip("; ")
             rows.append(f"{name:<26}{op.calls['triton']:>8}{op.calls['ref']:>8}  {why}".rstrip())
     return "\n".join(rows)
 
