@@ -1,10 +1,12 @@
-"""The kernel that closes a row's record, and that draws at once where it can.
+"""One program per row between the passes: its status, a first draw, or where its cut should be.
 
-One program per row. A row without a cut has its slices' weights G already. Its floored masses'
-sum up to i differs from F(i) = G(i) * 2^31 / W by less than one unit per candidate: it is at most
-F(i), and with the remainder that the first candidate gets, at most n(i) above it, n(i) candidates
-coming later. So the token at which G passes word * W / 2^31 is the answer unless the word lies
-within so many units of the token's edge; only then the floors are summed up.
+A row without cuts is drawn from by fp32 estimates of its weights where that is certain. The sum
+of floored masses up to candidate i differs from F(i) = 2^31 * (weights up to i) / (all weights)
+by less than one unit per candidate: it is at most F(i), plus, from the first candidate on, at
+most what the floors of all later ones lost. The estimates of F are off by less than SLACK units:
+an exp2 of 2 ulp, y up to 32 rounded three times and a sum of 14 levels give 1.4e-5 at most. So
+unless the word lies within SLACK (and V on one side) of the edges of the token that it falls
+into, that token is the answer; the other rows take the exact passes.
 """
 
 from __future__ import annotations
@@ -21,55 +23,94 @@ from tinfer.kernels._masses import (
     OK,
     first_word,
     is_bad,
-    min_p_threshold,
-    share_of_total,
     slope_of,
     top_k_limit,
-    top_p_threshold,
-    weight_q31,
+    wants_cut,
 )
-from tinfer.kernels._sample_search import MEMBERS, NO_ID, find_cut
 from tinfer.kernels._sample_slices import (
-    ABOVE,
-    ABOVE_COUNT,
-    COUNT,
-    CUT_ID,
+    BINS,
     DRAWN,
     ENDED,
-    FINE,
     FIRST,
     GREEDY,
-    KEPT,
     MODE,
     ROW_FIRST,
     SAMPLED,
     STATUS,
-    TOTAL,
+    TOP_BIN,
     load_slices,
     load_tile,
+    scaled_bin,
 )
+
+SLACK = tl.constexpr(65536.0)  # of 2^31: 3.1e-5
+HEAD = tl.constexpr(1024)  # the range reaches down to this many candidates at least
+AHEAD = tl.constexpr(4096)  # ... and up to the first one unless more than these come before
 
 
 @triton.jit
-def _draw_by_weight(source, V, part, first, top, slope, least, word, BLOCK: tl.constexpr):
-    """(token, whether it is certain) of a row whose slices hold kept weights `part`."""
-    total, upto = tl.sum(part), tl.cumsum(part)
-    target = word & 0x7FFFFFFF
-    passed = share_of_total(total, target)
-    mine = tl.sum((upto <= passed).to(tl.int32))
-    before = tl.sum(tl.where(tl.arange(0, part.shape[0]) == mine, upto - part, 0))
+def _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK: tl.constexpr):
+    """(token, whether it is certain) of a row whose slices hold estimated weights `part`."""
+    target = (word & 0x7FFFFFFF).to(tl.float32)
+    unit = tl.sum(part) * (1.0 / 2147483648.0)
+    upto = tl.cumsum(part)
+    mine = tl.sum((upto <= target * unit).to(tl.int32))
+    before = tl.sum(tl.where(tl.arange(0, part.shape[0]) == mine, upto - part, 0.0))
     column = mine * BLOCK + tl.arange(0, BLOCK)
-    w = weight_q31(load_tile(source, column, V), top, slope)
-    w = tl.where(w >= least, w, 0).to(tl.int64)
+    x = load_tile(source, column, V)
+    w = tl.exp2((x - top) * slope)
     upto = tl.cumsum(w) + before
-    token = mine * BLOCK + tl.sum((upto <= passed).to(tl.int32))
-    at = tl.sum(tl.where(column == token, upto, 0))
-    previous = tl.sum(tl.where(column == token, upto - w, 0))
-    # Before the first candidate its masses' sum may lag by token + 1, after it lead by V - token.
-    early = (token < first) & (at > share_of_total(total, target + token + 1))
-    late = target - (V - token)
-    late_ok = (late >= 0) & (previous <= share_of_total(total, tl.maximum(late, 0)))
-    return token, early | (token == first) | ((token > first) & late_ok)
+    token = mine * BLOCK + tl.sum((upto <= target * unit).to(tl.int32))
+    at = tl.sum(tl.where(column == token, upto, 0.0)) / unit
+    previous = tl.sum(tl.where(column == token, upto - w, 0.0)) / unit
+    late = tl.where(token < first, V, 0).to(tl.float32) + SLACK
+    early = tl.where(token > first, V, 0).to(tl.float32) + SLACK
+    return token, (at - target > late) & (target - previous > early) & (token < V)
+
+
+@triton.jit
+def _locate(
+    bins,
+    part32,
+    row,
+    tops,
+    part,
+    top,
+    slope,
+    limit,
+    top_p,
+    RATIO: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """(top_bin, upper, lower): the coarse bins of a row that should hold the cut.
+
+    Estimated from sampled counts, weighted at the bins' middles and summed up from the least
+    likely ones, where they are many.
+    """
+    bin_tops = load_slices(part32, row, TOP_BIN, 5, SLICES, PADDED)
+    s = tl.arange(0, PADDED)
+    bin_tops = tl.where(s < SLICES, bin_tops, -536870912)
+    top_bin, scaled = scaled_bin(top, slope)
+    j = tl.arange(0, BINS)
+    count = tl.zeros([BINS], tl.int32)
+    for i in range(SLICES):
+        shift = top_bin - tl.load(part32 + (row * 5 + TOP_BIN) * SLICES + i)
+        at = j - tl.minimum(shift, BINS)
+        ok = (at >= 0) & (at < BINS - 1)
+        count += tl.load(bins + (row * SLICES + i) * BINS + at, mask=ok, other=0)
+    count = count * RATIO
+    middle = (top_bin - j).to(tl.float32) + 0.5 - scaled
+    weight = count.to(tl.float32) * tl.exp2(middle * 0.125)
+    before = tl.cumsum(count)
+    below = tl.sum(weight) - tl.cumsum(weight)
+    reached = below < tl.sum(part) * (1.0 - tl.minimum(top_p, 1.0))
+    reached = reached | (before >= limit)
+    crossing = tl.sum((reached == 0).to(tl.int32))
+    lower = tl.maximum(crossing + 2, tl.sum((before <= HEAD).to(tl.int32)) - 1)
+    ahead = tl.sum(tl.where(j == crossing - 3, before, 0))
+    upper = tl.where(ahead <= AHEAD, 0, crossing - 2)
+    return top_bin, upper, tl.minimum(lower, BINS - 1)
 
 
 @triton.jit
@@ -84,71 +125,51 @@ def _sample_row_kernel(
     tokens,  # int64 [B]
     statuses,  # int32 [B]
     maxima,  # fp32 [B, SLICES]
+    estimates,  # fp32 [B, SLICES]
     part32,  # int32 [B, 5, SLICES]
-    part64,  # int64 [B, 3, SLICES]
-    fine_weight,  # int64 [B, FINE]
-    fine_count,  # int32 [B, FINE]
-    ranges,  # int32 [B, 3]
-    members,  # int32 [B]
-    member_x,  # fp32 [B, MEMBERS]
-    member_id,  # int32 [B, MEMBERS]
+    bins,  # int32 [B, SLICES, BINS]
+    ranges,  # int32 [B, 4]
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
-    kept_total,  # int64 [B]
     stride,
     V,
     PURPOSE: tl.constexpr,
     DRAWS: tl.constexpr,
+    RATIO: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     t, p = tl.load(temperature + row), tl.load(top_p + row)
     k, floor = tl.load(top_k + row), tl.load(min_p + row)
     s = tl.arange(0, PADDED)
     tops = tl.load(maxima + row * SLICES + s, mask=s < SLICES, other=-INFINITY)
-    top = tl.max(tops)
+    part = tl.load(estimates + row * SLICES + s, mask=s < SLICES, other=0.0)
     firsts = load_slices(part32, row, FIRST, 5, SLICES, PADDED)
+    top = tl.max(tops)
     first = tl.min(tl.where((tops == top) & (s < SLICES), firsts, V))
     status = tl.where(is_bad(t, p, floor), BAD_PARAMETER, OK)
     status = tl.where(top == -INFINITY, NO_TOKEN, status)
     status = tl.where(top == INFINITY, NOT_FINITE, status)
     mode = tl.where(status != OK, ENDED, tl.where(t < GREEDY_BELOW, GREEDY, SAMPLED))
-    cut, cut_id = tl.full([], -INFINITY, tl.float32), tl.full([], NO_ID, tl.int32)
-    kept, token = tl.full([], 2147483648, tl.int64), tl.where(mode == GREEDY, first, 0)
+    token = tl.where(mode == GREEDY, first, 0)
     if mode == SAMPLED:
-        source, slope = logits + row * stride, slope_of(t)
-        limit = top_k_limit(k, V)
-        total = tl.sum(load_slices(part64, row, TOTAL, 3, SLICES, PADDED))
-        threshold = top_p_threshold(total, p)
-        part = load_slices(part64, row, KEPT, 3, SLICES, PADDED)
-        kept = tl.sum(part)
-        count = tl.sum(load_slices(part32, row, COUNT, 5, SLICES, PADDED))
-        if (count >= limit) | (kept > threshold):
-            ranged = ranges + row * 3
-            cut, cut_id, kept = find_cut(
-                source,
-                V,
-                (tl.load(ranged), tl.load(ranged + 1), tl.load(ranged + 2)),
-                fine_weight + row * FINE,
-                fine_count + row * FINE,
-                tl.sum(load_slices(part64, row, ABOVE, 3, SLICES, PADDED)),
-                tl.sum(load_slices(part32, row, ABOVE_COUNT, 5, SLICES, PADDED)),
-                member_x + row * MEMBERS,
-                member_id + row * MEMBERS,
-                members + row,
-                top,
-                slope,
-                limit,
-                threshold,
-                TILE,
+        slope = slope_of(t)
+        part = part * tl.exp2((tops - top) * slope)
+        if wants_cut(k, p, V):
+            limit = top_k_limit(k, V)
+            top_bin, upper, lower = _locate(
+                bins, part32, row, tops, part, top, slope, limit, p, RATIO, SLICES, PADDED
             )
+            tl.store(ranges + row * 4, top_bin)
+            tl.store(ranges + row * 4 + 1, upper)
+            tl.store(ranges + row * 4 + 2, lower)
         elif DRAWS:
             word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
-            least = min_p_threshold(floor)
-            found, sure = _draw_by_weight(source, V, part, first, top, slope, least, word, BLOCK)
+            source = logits + row * stride
+            found, sure = _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK)
+            sure = sure & (floor <= 0)
             token = tl.where(sure, found, token)
             mode = tl.where(sure, DRAWN, mode)
     if DRAWS:
@@ -156,8 +177,5 @@ def _sample_row_kernel(
         tl.store(statuses + row, status)
     tl.store(record32 + row * 4 + STATUS, status)
     tl.store(record32 + row * 4 + ROW_FIRST, first)
-    tl.store(record32 + row * 4 + CUT_ID, cut_id)
     tl.store(record32 + row * 4 + MODE, mode)
     tl.store(record_x + row * 2, top)
-    tl.store(record_x + row * 2 + 1, cut)
-    tl.store(kept_total + row, kept)

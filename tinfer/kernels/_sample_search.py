@@ -13,34 +13,18 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._masses import INFINITY, weight_q31
-from tinfer.kernels._sample_slices import BINS, FINE, fine_bin, load_tile, scaled_bin
+from tinfer.kernels._sample_slices import BINS, fine_bin, load_tile, scaled_bin
 
-MEMBERS = tl.constexpr(256)  # candidates of one fine bin that are ranked pairwise
+MEMBERS = tl.constexpr(128)  # candidates of one fine bin that are ranked pairwise
 NO_ID = tl.constexpr(2**31 - 1)
 STEP = tl.constexpr(32)  # candidates compared with all collected ones at a time
 
 
 @triton.jit
-def _key(x):
+def key_of(x):
     """int32 that orders like the logits; both zeros alike."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _collect(source, V, slope, low, high, x_out, id_out, counter, TILE: tl.constexpr):
-    """Append the candidates whose scaled logit lies in low..high, in any order; how many."""
-    for start in range(0, V, TILE):
-        column = start + tl.arange(0, TILE)
-        x = load_tile(source, column, V)
-        t = scaled_bin(x, slope)[1]
-        hit = (t >= low) & (t <= high) & (column < V)
-        at = tl.atomic_add(counter + tl.zeros([TILE], tl.int32), 1, mask=hit, sem="relaxed")
-        hit = hit & (at < MEMBERS)
-        tl.store(x_out + at, x, mask=hit)
-        tl.store(id_out + at, column, mask=hit)
-    tl.debug_barrier()
-    return tl.load(counter, volatile=True)
 
 
 @triton.jit
@@ -50,7 +34,7 @@ def _comes_before(x, i, y, j):
 
 
 @triton.jit
-def _rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, threshold):
+def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, threshold):
     """(cut logit, cut id, kept weight) among the collected candidates of fine bin `place`."""
     top_bin, upper, lower, wanted = place
     i = tl.arange(0, MEMBERS)
@@ -85,7 +69,7 @@ def _is_in_bin(x, slope, top_bin, upper, lower, wanted):
 
 
 @triton.jit
-def _bin_keys(source, V, slope, place, TILE: tl.constexpr):
+def bin_keys(source, V, slope, place, TILE: tl.constexpr):
     """(least, greatest) key of the candidates of one fine bin, which has some."""
     top_bin, upper, lower, wanted = place
     least, greatest = tl.full([TILE], NO_ID, tl.int32), tl.full([TILE], -NO_ID, tl.int32)
@@ -93,8 +77,8 @@ def _bin_keys(source, V, slope, place, TILE: tl.constexpr):
         column = start + tl.arange(0, TILE)
         x = load_tile(source, column, V)
         hit = (column < V) & _is_in_bin(x, slope, top_bin, upper, lower, wanted)
-        least = tl.minimum(least, tl.where(hit, _key(x), NO_ID))
-        greatest = tl.maximum(greatest, tl.where(hit, _key(x), -NO_ID))
+        least = tl.minimum(least, tl.where(hit, key_of(x), NO_ID))
+        greatest = tl.maximum(greatest, tl.where(hit, key_of(x), -NO_ID))
     return tl.min(least).to(tl.int64), tl.max(greatest).to(tl.int64)
 
 
@@ -105,7 +89,7 @@ def _sums_from(source, V, key, top, slope, TILE: tl.constexpr):
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
         x = load_tile(source, column, V)
-        hit = (column < V) & (_key(x) >= key)
+        hit = (column < V) & (key_of(x) >= key)
         count += hit.to(tl.int32)
         weight += tl.where(hit, weight_q31(x, top, slope), 0).to(tl.int64)
     return tl.sum(count).to(tl.int64), tl.sum(weight)
@@ -126,7 +110,7 @@ def _nth_id(source, V, value, n, TILE: tl.constexpr):
 
 
 @triton.jit
-def _bisect(source, V, low, high, top, slope, limit, threshold, TILE: tl.constexpr):
+def bisect(source, V, low, high, top, slope, limit, threshold, TILE: tl.constexpr):
     """(cut logit, cut id, kept weight), the cut's key known to lie in low..high."""
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -141,68 +125,3 @@ def _bisect(source, V, low, high, top, slope, limit, threshold, TILE: tl.constex
     by_weight = tl.where(w > 0, (threshold - weight) // tl.maximum(w, 1) + 1, V)
     ties = tl.minimum(limit - count, by_weight)
     return cut, _nth_id(source, V, cut, ties, TILE), weight + ties * w
-
-
-@triton.jit
-def find_cut(
-    source,
-    V,
-    place,  # (top_bin, upper, lower)
-    fine_weight,  # the row's fine bins
-    fine_count,
-    above_weight,
-    above_count,
-    x_scratch,  # the row's space for collected candidates
-    id_scratch,
-    counter,
-    top,
-    slope,
-    limit,
-    threshold,
-    TILE: tl.constexpr,
-):
-    top_bin, upper, lower = place
-    b = tl.arange(0, FINE)
-    weight, count = tl.load(fine_weight + b), tl.load(fine_count + b)
-    weight_to = tl.cumsum(weight) + above_weight
-    count_to = tl.cumsum(count) + above_count
-    reached = (count_to >= limit) | (weight_to > threshold)
-    wanted = tl.sum((reached == 0).to(tl.int32))
-    missed = (wanted == FINE) | (above_count >= limit) | (above_weight > threshold)
-    low, high = tl.full([], 0, tl.int64), tl.full([], -1, tl.int64)
-    cut, cut_id = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)
-    kept = tl.full([], 0, tl.int64)
-    if missed:
-        low, high = _key(tl.full([], -INFINITY, tl.float32)).to(tl.int64), _key(top).to(tl.int64)
-    else:
-        at_bin = b == wanted
-        weight_before = tl.sum(tl.where(at_bin, weight_to - weight, 0))
-        count_before = tl.sum(tl.where(at_bin, count_to - count, 0))
-        # The bin's scaled logits, widened by what rounding can do to `fine_bin`.
-        width = (lower - upper + 1).to(tl.float32) / FINE
-        origin = (top_bin + 1 - upper).to(tl.float32)
-        slack = (tl.abs(origin) + BINS) * 1e-6
-        begin = origin - wanted.to(tl.float32) * width + slack
-        end = origin - (wanted + 1).to(tl.float32) * width - slack
-        begin = tl.where(wanted == 0, INFINITY, begin)
-        end = tl.where(wanted == FINE - 1, -INFINITY, end)
-        here = (top_bin, upper, lower, wanted)
-        n = _collect(source, V, slope, end, begin, x_scratch, id_scratch, counter, TILE)
-        if n <= MEMBERS:
-            cut, cut_id, kept = _rank(
-                x_scratch,
-                id_scratch,
-                n,
-                here,
-                top,
-                slope,
-                weight_before,
-                count_before,
-                limit,
-                threshold,
-            )
-        else:
-            low, high = _bin_keys(source, V, slope, here, TILE)
-    if low <= high:
-        cut, cut_id, kept = _bisect(source, V, low, high, top, slope, limit, threshold, TILE)
-    return cut, cut_id, kept

@@ -25,18 +25,16 @@ from tinfer.kernels._masses import (
     GREEDY_BELOW,
     INFINITY,
     divide,
-    is_bad,
     lane_sum,
     min_p_threshold,
     reciprocal,
     slope_of,
-    top_k_limit,
     wants_cut,
     weight_q31,
 )
 
-BINS = tl.constexpr(128)  # of a quarter octave: 32 octaves, all that have a weight
-FINE = tl.constexpr(1024)  # bins of the range around the cut
+BINS = tl.constexpr(256)  # of an eighth of an octave: 32 octaves, all that have a weight
+FINE = tl.constexpr(512)  # bins of the range around the cut
 HEAD = tl.constexpr(2048)  # the range reaches down to this many candidates at least
 AHEAD = tl.constexpr(8192)  # ... and up to the first one unless more than these come before
 # Planes of the per-slice sums.
@@ -62,8 +60,8 @@ def load_slices(part, row, plane, PLANES: tl.constexpr, SLICES: tl.constexpr, PA
 
 @triton.jit
 def scaled_bin(x, slope):
-    """(int32, fp32): quarter octaves of probability on an absolute scale, clamped."""
-    t = tl.maximum(tl.minimum(x * (slope * 4.0), 536870912.0), -536870912.0)
+    """(int32, fp32): eighths of an octave of probability on an absolute scale, clamped."""
+    t = tl.maximum(tl.minimum(x * (slope * 8.0), 536870912.0), -536870912.0)
     return tl.floor(t).to(tl.int32), t
 
 
@@ -76,85 +74,52 @@ def fine_bin(t, top_bin, upper, lower):
 
 
 @triton.jit
-def _locate(bins, part32, row, top_k, top_p, V, SLICES: tl.constexpr, PADDED: tl.constexpr):
-    """(top_bin, upper, lower): the coarse bins of a row that should hold the cut.
-
-    Estimated from the counts and the weights at the bins' middles.
-    """
-    s = tl.arange(0, PADDED)
-    tops = part32 + (row * 5 + TOP_BIN) * SLICES
-    top = tl.load(tops + s, mask=s < SLICES, other=-536870912)
-    top_bin = tl.max(top)
-    j = tl.arange(0, BINS)
-    at = j[None, :] - tl.minimum(top_bin - top, BINS)[:, None]
-    ok = (s < SLICES)[:, None] & (at >= 0) & (at < BINS - 1)
-    counts = tl.load(bins + (row * SLICES + s[:, None]) * BINS + at, mask=ok, other=0)
-    count = tl.sum(counts, axis=0)
-    weight = count.to(tl.float32) * tl.exp2((j.to(tl.float32) + 0.5) * -0.25)
-    before = tl.cumsum(count)
-    reached = tl.cumsum(weight) > tl.sum(weight) * tl.minimum(top_p, 1.0)
-    reached = reached | (before >= top_k_limit(top_k, V))
-    crossing = tl.sum((reached == 0).to(tl.int32))
-    lower = tl.maximum(crossing + 1, tl.sum((before <= HEAD).to(tl.int32)) - 1)
-    ahead = tl.sum(tl.where(j == crossing - 2, before, 0))
-    upper = tl.where(ahead <= AHEAD, 0, crossing - 1)
-    return top_bin, upper, tl.minimum(lower, BINS - 1)
-
-
-@triton.jit
 def _sample_stats_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
     maxima,  # fp32 [B, SLICES]
+    estimates,  # fp32 [B, SLICES]
     part32,  # int32 [B, 5, SLICES]
     bins,  # int32 [B, SLICES, BINS]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
-    members,  # int32 [B]
+    counters,  # int32 [B]
     stride,
     V,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    SAMPLE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     source = logits + row * stride
-    best, at = tl.full([TILE], -INFINITY, tl.float32), tl.zeros([TILE], tl.int32)
-    strange = tl.zeros([TILE], tl.int32)
-    for i in range(BLOCK // TILE):
-        column = s * BLOCK + i * TILE + tl.arange(0, TILE)
-        x = load_tile(source, column, V)
-        strange |= ((x != x) | (x == INFINITY)).to(tl.int32)
-        at = tl.where((x > best) | (i == 0), column, at)
-        best = tl.maximum(best, x)
-    top = tl.max(best)
-    first = tl.min(tl.where(best == top, at, V))
-    top = tl.where(tl.max(strange) > 0, INFINITY, top)
-    tl.store(maxima + row * SLICES + s, top)
+    column = s * BLOCK + tl.arange(0, BLOCK)
+    x = load_tile(source, column, V)
+    t, p, k = tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row)
+    strange = (x != x) | (x == INFINITY)
+    top = tl.max(tl.where(strange, -INFINITY, x))
+    first = tl.min(tl.where(x == top, column, V))
+    slope = slope_of(t)
+    estimate = tl.sum(tl.where(x == -INFINITY, 0.0, tl.exp2((x - top) * slope)))
+    found = tl.where(tl.max(strange.to(tl.int32)) > 0, INFINITY, top)
+    tl.store(maxima + row * SLICES + s, found)
+    tl.store(estimates + row * SLICES + s, estimate)
     tl.store(part32 + (row * 5 + FIRST) * SLICES + s, first)
-
-    t = tl.load(temperature + row)
-    if (t >= GREEDY_BELOW) & wants_cut(tl.load(top_k + row), tl.load(top_p + row), V):
-        slope = slope_of(t)
+    if (t >= GREEDY_BELOW) & wants_cut(k, p, V):
         top_bin = scaled_bin(top, slope)[0]
-        counts = tl.zeros([BINS], tl.int32)
-        for i in range(BLOCK // TILE):
-            column = s * BLOCK + i * TILE + tl.arange(0, TILE)
-            depth = top_bin - scaled_bin(load_tile(source, column, V), slope)[0]
-            depth = tl.maximum(tl.minimum(depth, BINS - 1), 0)
-            counts += tl.histogram(depth, BINS)
+        sampled = load_tile(source, s * BLOCK + tl.arange(0, SAMPLE), V)
+        depth = tl.maximum(tl.minimum(top_bin - scaled_bin(sampled, slope)[0], BINS - 1), 0)
         tl.store(part32 + (row * 5 + TOP_BIN) * SLICES + s, top_bin)
-        tl.store(bins + (row * SLICES + s) * BINS + tl.arange(0, BINS), counts)
+        tl.store(bins + (row * SLICES + s) * BINS + tl.arange(0, BINS), tl.histogram(depth, BINS))
         SHARE: tl.constexpr = FINE // triton.next_power_of_2(SLICES)
         for start in range(s * SHARE, FINE, SLICES * SHARE):
             fine = row * FINE + start + tl.arange(0, SHARE)
             tl.store(fine_weight + fine, tl.zeros([SHARE], tl.int64))
             tl.store(fine_count + fine, tl.zeros([SHARE], tl.int32))
         if s == 0:
-            tl.store(members + row, 0)
+            tl.store(counters + row, 0)
 
 
 @triton.jit
@@ -164,41 +129,33 @@ def _sample_weights_kernel(
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
     min_p,  # fp32 [B]
-    maxima,  # fp32 [B, SLICES]
     part32,  # int32 [B, 5, SLICES]
     part64,  # int64 [B, 3, SLICES]
-    bins,  # int32 [B, SLICES, BINS]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
-    ranges,  # int32 [B, 3]
+    ranges,  # int32 [B, 4]
+    record32,  # int32 [B, 4]
+    record_x,  # fp32 [B, 2]
     stride,
     V,
     SLICES: tl.constexpr,
-    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
-    t, p = tl.load(temperature + row), tl.load(top_p + row)
-    k, floor = tl.load(top_k + row), tl.load(min_p + row)
-    slices = tl.arange(0, PADDED)
-    tops = tl.load(maxima + row * SLICES + slices, mask=slices < SLICES, other=-INFINITY)
-    top = tl.max(tops)
-    ended = (top == INFINITY) | (top == -INFINITY) | is_bad(t, p, floor)
-    if (ended == 0) & (t >= GREEDY_BELOW):
-        slope, least = slope_of(t), min_p_threshold(floor)
-        source = logits + row * stride
-        is_cut = wants_cut(k, p, V)
-        top_bin, upper = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        lower = tl.full([], 0, tl.int32)
-        if is_cut:
-            top_bin, upper, lower = _locate(bins, part32, row, k, p, V, SLICES, PADDED)
+    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
+        slope, top = slope_of(tl.load(temperature + row)), tl.load(record_x + row * 2)
+        floor = tl.load(min_p + row)
+        least = min_p_threshold(floor)
+        is_cut = wants_cut(tl.load(top_k + row), tl.load(top_p + row), V)
+        top_bin, upper = tl.load(ranges + row * 4), tl.load(ranges + row * 4 + 1)
+        lower = tl.load(ranges + row * 4 + 2)
         total = lane_sum(tl.zeros([TILE], tl.int64), TILE)
         kept, above, above_count, count = total, total, total, total
         for i in range(BLOCK // TILE):
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)
-            x = load_tile(source, column, V)
+            x = load_tile(logits + row * stride, column, V)
             w = weight_q31(x, top, slope)
             total += lane_sum(w.to(tl.int64), TILE)
             if floor > 0:
@@ -225,10 +182,6 @@ def _sample_weights_kernel(
             tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, tl.sum(above))
             above_sum = tl.sum(above_count).to(tl.int32)
             tl.store(part32 + (row * 5 + ABOVE_COUNT) * SLICES + s, above_sum)
-            if s == 0:
-                tl.store(ranges + row * 3, top_bin)
-                tl.store(ranges + row * 3 + 1, upper)
-                tl.store(ranges + row * 3 + 2, lower)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch import Tensor
 from tinfer.compat.sampling import check_sample, check_token_masses
 from tinfer.kernels._call import device_reason, stride_reason
 from tinfer.kernels._masses import first_word
+from tinfer.kernels._sample_cut import _sample_collect_kernel, _sample_cut_kernel
 from tinfer.kernels._sample_row import _sample_row_kernel
 from tinfer.kernels._sample_search import MEMBERS
 from tinfer.kernels._sample_slices import (
@@ -131,19 +132,13 @@ def _token_masses_kernel(
 
 
 # ---------------------------------------------------------------- launchers
-def _sample_tiles(rows: int, columns: int) -> tuple[int, int, int]:
-    """(columns of a slice, of a tile, warps): few rows are cut finer, to fill the device."""
-    block = 2048 if rows <= 8 else 4096 if rows <= 32 else 8192
+def _sample_tiles(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """(columns of a slice, warps of its program, columns of a tile, warps where it loops)."""
+    block = 2048 if rows <= 8 else 4096
     block = max(block, triton.next_power_of_2(triton.cdiv(columns, MAX_SLICES)))
     block = min(block, triton.next_power_of_2(columns))
-    tile = min(block, 2048)
-    return block, tile, max(tile // 256, 1)
-
-
-def _row_tiles(columns: int) -> tuple[int, int]:
-    """(columns a step, warps) of the one program that scans a row for its cut."""
-    tile = min(8192, triton.next_power_of_2(columns))
-    return tile, max(min(tile // 512, 16), 1)
+    tile = min(block, 1024)
+    return block, max(min(block // 512, 16), 1), tile, max(tile // 256, 1)
 
 
 @dataclass(frozen=True)
@@ -179,40 +174,46 @@ def row_masses(
     on the way; the record's mode says which are left.
     """
     rows, columns = logits.shape
-    block, tile, warps = _sample_tiles(rows, columns)
-    slices = triton.cdiv(columns, block)
+    block, warps, tile, tile_warps = _sample_tiles(rows, columns)
+    slices, sample_size = triton.cdiv(columns, block), max(block // 4, 1)
     sizes = {"SLICES": slices, "PADDED": triton.next_power_of_2(slices), "BLOCK": block}
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
-    maxima, part32 = empty(slices, dtype=torch.float32), empty(5, slices)
-    part64 = empty(3, slices, dtype=torch.int64)
-    bins, ranges, members = empty(slices, BINS.value), empty(3), empty()
+    maxima, estimates = empty(slices, dtype=torch.float32), empty(slices, dtype=torch.float32)
+    part32, part64 = empty(5, slices), empty(3, slices, dtype=torch.int64)
+    bins, ranges, counters = empty(slices, BINS.value), empty(4), empty()
     fine = (empty(FINE.value, dtype=torch.int64), empty(FINE.value))
     found = (empty(MEMBERS.value, dtype=torch.float32), empty(MEMBERS.value))
     records = (empty(4), empty(2, dtype=torch.float32), empty(dtype=torch.int64))
+    temperature, top_k, top_p, min_p = filters
     sized, grid = (logits.stride(0), columns), (rows * slices,)
-    meta = {"num_warps": warps, "enable_fp_fusion": False}
-    parts = (maxima, part32, part64)
+    whole = {"num_warps": warps, "enable_fp_fusion": False}
+    tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
-        logits, *filters[:3], maxima, part32, bins, *fine, members, *sized,
-        slices, block, tile, **meta,
+        logits, temperature, top_k, top_p, maxima, estimates, part32, bins, *fine, counters,
+        *sized, slices, block, sample_size, **whole,
+    )  # fmt: skip
+    seeds, positions, purpose = keys or (logits, logits, 0)
+    _sample_row_kernel[(rows,)](
+        logits, *filters, seeds, positions, *(out or (logits, logits)), maxima, estimates, part32,
+        bins, ranges, *records[:2], *sized, PURPOSE=purpose, DRAWS=keys is not None,
+        RATIO=block // sample_size, **sizes, **whole,
     )  # fmt: skip
     _sample_weights_kernel[grid](
-        logits, *filters, *parts, bins, *fine, ranges, *sized, **sizes, TILE=tile, **meta
-    )
-    seeds, positions, purpose = keys or (logits, logits, 0)
-    row_tile, row_warps = _row_tiles(columns)
-    _sample_row_kernel[(rows,)](
-        logits, *filters, seeds, positions, *(out or (logits, logits)), *parts, *fine, ranges,
-        members, *found, *records, *sized, PURPOSE=purpose, DRAWS=keys is not None, **sizes,
-        TILE=row_tile, num_warps=row_warps, enable_fp_fusion=False,
+        logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, slices, block,
+        **tiled,
     )  # fmt: skip
-    _sample_floors_kernel[grid](
-        logits, filters[0], filters[3], *records, part32, *sized, slices, block, tile, **meta
+    cut = (temperature, top_k, top_p, part32, part64, *fine, ranges, counters, *found)
+    _sample_collect_kernel[grid](logits, *cut, records[0], *sized, **sizes, **whole)
+    _sample_cut_kernel[(rows,)](
+        logits, *cut, *records, *sized, slices, sizes["PADDED"], block, **whole
     )
-    return RowMasses((filters[0], filters[3]), records, part32, sizes, tile, warps)
+    _sample_floors_kernel[grid](
+        logits, temperature, min_p, *records, part32, *sized, slices, block, **tiled
+    )
+    return RowMasses((temperature, min_p), records, part32, sizes, tile, tile_warps)
 
 
 def _supports(**tensors: Tensor) -> str | None:
