@@ -62,6 +62,21 @@ class Policy:
         return cls(default, overrides, strict)
 
 
+# Reasons that hold for every op of a process: said once, not once per op.
+_EVERY_OP = ("triton is not installed", "in host memory")
+_said_for_all: set[str] = set()
+
+
+def _announce(op: str, reason: str) -> None:
+    """Say once that an op falls back, or that all of them do."""
+    common = next((text for text in _EVERY_OP if reason.endswith(text)), None)
+    if common is None:
+        log.warning("%s -> ref: %s", op, reason)
+    elif common not in _said_for_all:
+        _said_for_all.add(common)
+        log.warning("%s -> ref: %s; so for every op that meets this", op, reason)
+
+
 _policy: ContextVar[Policy | None] = ContextVar("tinfer_policy", default=None)
 
 
@@ -148,7 +163,7 @@ class Op(Generic[P, R]):
                 raise UnsupportedError(f"{self.name}: no Triton kernel for this call: {reason}")
             if reason not in self.reasons:
                 self.reasons[reason] = None
-                log.warning("%s -> ref: %s", self.name, reason)
+                _announce(self.name, reason)
         self.calls["ref"] += 1
         return self.ref(*args, **kwargs)
 
@@ -178,6 +193,7 @@ def reset_counts() -> None:
     for op in OPS.values():
         op.calls.clear()
         op.reasons.clear()
+    _said_for_all.clear()
 
 
 def report() -> str:
