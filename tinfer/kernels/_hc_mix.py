@@ -3,14 +3,18 @@
     m = (x . fn^T) * rsqrt(mean(x^2) + eps)        x: the token's C*D stream values
     pre, post, comb = sigmoid(m), 2*sigmoid(m), sinkhorn(m), each scaled and biased
 
-Two kernels. The first takes a tile of tokens and a range of the D columns: it reads the stream
-(for the boundary: writes back the sublayer's output and stores the new stream), collapses it,
-and accumulates per token the 24 dots, the square sum of the stream and that of the collapse into
-one row of partial results:
+Ranges of columns are summed apart, into one row of partial results per token and range:
 
     partial fp32 [splits, T, W]: (2+C)*C dots, square sum of x, square sum of the collapse, zeros
 
-The second adds the ranges in fixed order, normalizes the collapse and makes the mixes.
+and a last kernel adds the ranges in fixed order and makes the mixes.
+
+* Few tokens: one kernel takes a tile of tokens and a range of the D columns, reads the stream
+  (for the boundary: writes back the sublayer's output and stores the new stream), collapses it
+  and accumulates the partial results; the last kernel also normalizes the collapse.
+* Many: `_hc_enter` writes back, collapses and normalizes with one program a token, and the dots
+  are a matrix product over the stream it wrote. A tile of tokens must hold their coefficients in
+  registers, which leaves too little room to hide the memory's latency.
 
 fp32 quality on tensor cores: fn is split exactly into three bf16 parts, whose products with the
 bf16 stream are exact, and every column block is summed on its own before it is added in fp32.
@@ -29,7 +33,7 @@ from tinfer.kernels._jit import _dot, round_bf16, to_bf16, to_fp32
 from tinfer.kernels._mixes import store_mixes
 
 
-# ---------------------------------------------------------------- first kernel
+# ---------------------------------------------------------------- few tokens
 @triton.jit
 def _top(x):
     """fp32 with all but the first 8 significant bits cut off: a bf16 value."""
@@ -37,39 +41,19 @@ def _top(x):
 
 
 @triton.jit
-def _hc_parts_kernel(fn, parts, count, BLOCK: tl.constexpr):
-    """fp32 fn [N] -> its three bf16 parts [3, N], high first."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    f = tl.load(fn + at, mask=inside, other=0.0)
-    high = _top(f)
-    middle = _top(f - high)
-    tl.store(parts + at, to_bf16(high), mask=inside)
-    tl.store(parts + count + at, to_bf16(middle), mask=inside)
-    tl.store(parts + 2 * count + at, to_bf16(f - high - middle), mask=inside)
-
-
-@triton.jit
 def _add_dots(
     values, fn, column, k, width, part,
-    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """part [T, W] + values bf16 [T, B] @ fn[:, copy k, columns B]^T, exact products."""
     row = tl.arange(0, WIDTH)[:, None]
     at = fn + row * (C * width) + k * width + column[None, :]
-    inside = (row < MIXES) & (column < width)[None, :]  # [W, B]
-    if PARTS:
-        for p in tl.static_range(2, -1, -1):
-            one = tl.load(at + p * (MIXES * C * width), mask=inside, other=0.0)
-            part = _dot(values, tl.trans(one), part)
-    else:
-        f = tl.load(at, mask=inside, other=0.0)
-        high = _top(f)
-        middle = _top(f - high)
-        part = _dot(values, tl.trans(to_bf16(f - high - middle)), part)
-        part = _dot(values, tl.trans(to_bf16(middle)), part)
-        part = _dot(values, tl.trans(to_bf16(high)), part)
-    return part
+    f = tl.load(at, mask=(row < MIXES) & (column < width)[None, :], other=0.0)  # [W, B]
+    high = _top(f)
+    middle = _top(f - high)
+    part = _dot(values, tl.trans(to_bf16(f - high - middle)), part)
+    part = _dot(values, tl.trans(to_bf16(middle)), part)
+    return _dot(values, tl.trans(to_bf16(high)), part)
 
 
 @triton.jit
@@ -82,7 +66,7 @@ def _hc_partial_kernel(
     y, stream, post, comb, pre, fn, new, x, partial, rows, width, splits,
     C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
     POST: tl.constexpr, COLLAPSE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each of the splits takes a range of column blocks; outputs as the module describes.
 
@@ -133,7 +117,7 @@ def _hc_partial_kernel(
             if COLLAPSE:
                 collapsed = pre_k[k] * value if k == 0 else collapsed + pre_k[k] * value
             flat = to_bf16(tl.sum(value, axis=1))
-            part = _add_dots(flat, fn, column, k, width, part, C, MIXES, WIDTH, PARTS)
+            part = _add_dots(flat, fn, column, k, width, part, C, MIXES, WIDTH)
         dots += part
         if COLLAPSE:
             rounded = to_bf16(collapsed)
@@ -146,7 +130,52 @@ def _hc_partial_kernel(
     tl.store(partial + row[:, None] * WIDTH + at, dots, mask=live[:, None])
 
 
-# ---------------------------------------------------------------- second kernel
+# ---------------------------------------------------------------- many tokens
+@triton.jit
+def _hc_parts_kernel(fn, parts, count, BLOCK: tl.constexpr):
+    """fp32 fn [N] -> its three bf16 parts [3, N], high first."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    f = tl.load(fn + at, mask=inside, other=0.0)
+    high = _top(f)
+    middle = _top(f - high)
+    tl.store(parts + at, to_bf16(high), mask=inside)
+    tl.store(parts + count + at, to_bf16(middle), mask=inside)
+    tl.store(parts + 2 * count + at, to_bf16(f - high - middle), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def _hc_dots_kernel(
+    stream, parts, partial, rows, depth, splits,
+    MIXES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Partial results of stream [T, depth] without the collapse's column."""
+    split = tl.program_id(0) % splits
+    token = (tl.program_id(0) // splits).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
+    live, row = token < rows, tl.arange(0, WIDTH)[:, None]
+    dots = tl.zeros((BLOCK_T, WIDTH), tl.float32)
+    square = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    blocks = tl.cdiv(depth, BLOCK_K)
+    first, last = split * blocks // splits, (split + 1) * blocks // splits
+    for block in tl.range(first, last, num_stages=STAGES):
+        column = (block * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+        at = stream + token[:, None] * depth + column
+        value = tl.load(at, mask=live[:, None] & (column < depth), other=0.0)  # [T, K]
+        part = tl.zeros((BLOCK_T, WIDTH), tl.float32)
+        for p in tl.static_range(2, -1, -1):
+            at = parts + (p * MIXES + row) * depth + column
+            f = tl.load(at, mask=(row < MIXES) & (column < depth), other=0.0)  # [W, K]
+            part = _dot(value, tl.trans(f), part)
+        dots += part
+        square += to_fp32(value) * to_fp32(value)
+    at = tl.arange(0, WIDTH)[None, :]
+    dots = tl.where(at == MIXES, tl.sum(square, axis=1)[:, None], dots)
+    to = partial + (split.to(tl.int64) * rows + token)[:, None] * WIDTH + at
+    tl.store(to, dots, mask=live[:, None])
+
+
+# ---------------------------------------------------------------- last kernel
 @triton.jit
 def _norm_part(x, weight, column, width, rstd, HAS_WEIGHT: tl.constexpr):
     inside = column < width

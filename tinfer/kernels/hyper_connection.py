@@ -25,7 +25,8 @@ from tinfer.compat.hyper_connection import (
     check_hc_post,
 )
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason
-from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
+from tinfer.kernels._hc_enter import MAX_WIDTH, enter
+from tinfer.kernels._jit import to_bf16, to_fp32
 from tinfer.kernels.hyper_connection_mix import (
     hc_boundary,
     hc_mix,
@@ -36,7 +37,6 @@ from tinfer.kernels.hyper_connection_mix import (
     supports_hc_pre,
     supports_hc_split,
 )
-from tinfer.kernels.norm_rope import MAX_WIDTH, split_width
 
 __all__ = [
     "hc_boundary",
@@ -93,33 +93,6 @@ def _hc_collapse_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _hc_collapse_norm_kernel(
-    stream, pre, weight, out, rows, width, eps,
-    C: tl.constexpr, HAS_WEIGHT: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(i, tl.int64)
-        x, mix, to = stream + row * C * width, pre + row * C, out + row * width
-        main = tl.arange(0, MAIN)
-        value = round_bf16(_weighted(x, mix, main, width, C, False))
-        total = tl.sum(value * value, axis=0)
-        if REST:
-            rest = MAIN + tl.arange(0, REST)
-            tail = round_bf16(_weighted(x, mix, rest, width, C, False))
-            total += tl.sum(tail * tail, axis=0)
-        rstd = tl.rsqrt(total / width + eps)
-        value *= rstd
-        if HAS_WEIGHT:
-            value *= to_fp32(tl.load(weight + main, mask=main < width, other=0.0))
-        tl.store(to + main, to_bf16(value), mask=main < width)
-        if REST:
-            tail *= rstd
-            if HAS_WEIGHT:
-                tail *= to_fp32(tl.load(weight + rest, mask=rest < width, other=0.0))
-            tl.store(to + rest, to_bf16(tail), mask=rest < width)
-
-
-@triton.jit(do_not_specialize=["rows"])
 def _hc_post_kernel(
     y, stream, post, comb, out, rows, width, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -154,10 +127,6 @@ def _hc_expand_kernel(x, out, rows, width, stride, C: tl.constexpr, BLOCK: tl.co
 
 def _grid(rows: int, width: int, block: int) -> tuple[int]:
     return (min(rows * triton.cdiv(width, block), MAX_PROGRAMS),)
-
-
-def _collapse_norm_warps(width: int) -> int:
-    return 8 if width > 2048 else 4
 
 
 def _reason(**tensors: Tensor | None) -> str | None:
@@ -211,16 +180,9 @@ def supports_hc_collapse_norm(
 
 def hc_collapse_norm(stream: Tensor, pre: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     check_hc_collapse_norm(stream, pre, weight, eps)
-    rows, copies, width = stream.shape
-    out = torch.empty(rows, width, dtype=torch.bfloat16, device=stream.device)
-    if not out.numel():
-        return out
-    main, rest = split_width(width)
-    _hc_collapse_norm_kernel[(min(rows, MAX_PROGRAMS),)](
-        stream, pre, stream if weight is None else weight, out, rows, width, eps,
-        C=copies, HAS_WEIGHT=weight is not None, MAIN=main, REST=rest,
-        num_warps=_collapse_norm_warps(width), enable_fp_fusion=False,
-    )  # fmt: skip
+    out = torch.empty_like(stream[:, 0], memory_format=torch.contiguous_format)
+    if out.numel():
+        enter(stream, pre, weight, eps, out)
     return out
 
 
