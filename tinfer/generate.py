@@ -13,108 +13,23 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
 
 from tinfer import registry
+from tinfer.arguments import DEFAULT_NEW_TOKENS, check_arguments, make_parser
 from tinfer.chat import Prompt, TextStream, Tokenizer, parse_completion, render
 from tinfer.engine import Engine
 from tinfer.model.batch import no_trace
-from tinfer.request import Request, SamplingParams, Step, TokenLogprob
+from tinfer.request import Request, SamplingParams
+from tinfer.result import Result
 from tinfer.runtime import Loaded, make_engine, open_model, pick_device
 from tinfer.trace import Dump
-
-DEFAULT_NEW_TOKENS = 200
-
-
-# ---------------------------------------------------------------- arguments
-class _Parser(argparse.ArgumentParser):
-    """One line per mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be integers with commas, got {text!r}") from error
-
-
-def _bias(text: str) -> tuple[tuple[int, float], ...]:
-    try:
-        pairs = [part.split(":") for part in text.split(",")]
-        return tuple((int(i), float(value)) for i, value in pairs)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be id:value pairs, got {text!r}") from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    p = _Parser(prog="python -m tinfer.generate", description=__doc__.splitlines()[0])
-    p.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    what = p.add_argument_group("what to continue")
-    what.add_argument("--prompt", action="append", default=[], help="a user message; repeatable")
-    what.add_argument(
-        "--prompt-file", type=Path, help="one prompt a line, or .jsonl: one conversation a line"
-    )
-    what.add_argument("--interactive", action="store_true", help="talk; Ctrl-C stops an answer")
-    what.add_argument("--ids", type=_ids, action="append", default=[], help="raw ids; repeatable")
-    what.add_argument("--force-ids", type=_ids, default=[], help="ids to take before sampling")
-    what.add_argument("--raw", action="store_true", help="no conversation around --prompt")
-    what.add_argument("--system", help="system message")
-    what.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=False)
-    what.add_argument("--effort", help="1..100, low, high or max; with --thinking")
-    how = p.add_argument_group("how tokens are chosen")
-    how.add_argument("--max-new-tokens", type=int, help=f"default {DEFAULT_NEW_TOKENS}")
-    how.add_argument("--temperature", type=float, default=1.0, help="0: argmax")
-    how.add_argument("--top-p", type=float, default=1.0)
-    how.add_argument("--top-k", type=int, default=0, help="0: off")
-    how.add_argument("--min-p", type=float, default=0.0)
-    how.add_argument("--seed", type=int, default=0)
-    how.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
-    how.add_argument("--ignore-eos", action="store_true")
-    how.add_argument("--min-new-tokens", type=int, default=0, help="no stop token before")
-    how.add_argument("--repetition-penalty", type=float, default=1.0)
-    how.add_argument("--frequency-penalty", type=float, default=0.0)
-    how.add_argument("--presence-penalty", type=float, default=0.0)
-    how.add_argument("--logit-bias", type=_bias, default=(), metavar="ID:VALUE,…")
-    how.add_argument("--bad-word", action="append", default=[], help="never completed; repeatable")
-    where = p.add_argument_group("where and with which kernels")
-    where.add_argument("--device", help="default: the accelerator torch finds, else cpu")
-    where.add_argument("--kernels", help="auto|triton|ref[,op=…]; default: TINFER_KERNELS")
-    where.add_argument("--strict", action="store_true", help="a fallback to ref is an error")
-    where.add_argument("--max-batch", type=int, default=16, help="requests at once")
-    where.add_argument("--chunk", type=int, default=2048, help="prompt tokens per forward pass")
-    out = p.add_argument_group("output")
-    out.add_argument("--output", choices=("text", "json"), default="text")
-    out.add_argument("--logprobs", type=int, metavar="N", help="with the N most likely tokens")
-    out.add_argument("--prompt-logprobs", type=int, metavar="N", help="the same for the prompt")
-    out.add_argument("--logprobs-after-temperature", action="store_true")
-    out.add_argument("--logits-out", type=Path, metavar="FILE", help="fp32 logits, safetensors")
-    out.add_argument("--prompt-logits", action="store_true", help="those of the prompt as well")
-    out.add_argument("--dump", type=Path, metavar="DIR", help="every layer's intermediates")
-    out.add_argument("--report-kernels", action="store_true", help="which implementation ran")
-    out.add_argument("--quiet", action="store_true", help="no progress bar, no statistics")
-    return p
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Mistakes that need no model to be seen."""
-    sources = [bool(args.prompt), args.prompt_file is not None, bool(args.ids), args.interactive]
-    if sum(sources) != 1:
-        raise ValueError("give exactly one of --prompt, --prompt-file, --ids, --interactive")
-    if args.prompt_logits and args.logits_out is None:
-        raise ValueError("--prompt-logits needs --logits-out")
-    for name in ("max_batch", "chunk"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} must be positive, got {getattr(args, name)}")
 
 
 def _effort(text: str | None) -> int | str | None:
@@ -210,88 +125,15 @@ def _requests(template: _Template) -> list[Request]:
     return [template.request(ids, params) for ids in prompts]
 
 
-# ---------------------------------------------------------------- results
-@dataclass
-class _Result:
-    """What one request has produced so far."""
-
-    request: Request
-    stream: TextStream | None
-    started: float
-    ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    prompt_logits: Tensor | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
-    first_token: float | None = None
-    ended: float | None = None
-
-    def add(self, step: Step, keep_logits: bool) -> str:
-        """Take a step in; return the text that has become certain."""
-        now = time.perf_counter()
-        self.first_token = self.first_token or now
-        if keep_logits:
-            self.logits.append(step.logits.float().cpu())
-        if step.prompt_logits is not None:
-            self.prompt_logits = step.prompt_logits.float().cpu()
-        self.prompt_logprobs = step.prompt_logprobs or self.prompt_logprobs
-        new = ""
-        if step.token is not None:
-            self.ids.append(step.token)
-            is_stop = step.finish_reason == "stop"  # the end marker is an id, not text
-            if self.stream is not None and not is_stop:
-                new = self.stream.push(step.token)
-        if step.logprob is not None:
-            self.logprobs.append(step.logprob)
-            self.top_logprobs.append(list(step.top_logprobs))
-        self.finish_reason = step.finish_reason
-        if self.stream is not None and self.stream.stopped is not None:
-            self.finish_reason = "stop"
-        if self.finish_reason is not None:
-            self.ended = now
-            new += self.stream.finish() if self.stream is not None else ""
-        self.text += new
-        return new
-
-    def record(self, load_seconds: float) -> dict[str, Any]:
-        """The JSON object of this request."""
-        first, end = self.first_token or self.started, self.ended or time.perf_counter()
-        decode, prompt = end - first, self.request.prompt_ids
-        wanted = self.request.params.logprobs is not None
-        of_prompt = self.request.params.prompt_logprobs is not None
-        return {
-            "prompt_ids": list(prompt),
-            "ids": self.ids,
-            "text": self.text if self.stream is not None else None,
-            "logprobs": self.logprobs if wanted else None,
-            "top_logprobs": [dict(t) for t in self.top_logprobs] if wanted else None,
-            "prompt_logprobs": [None, *(p for p, _ in self.prompt_logprobs)] if of_prompt else None,
-            "finish_reason": self.finish_reason,
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": len(self.ids),
-                "total_tokens": len(prompt) + len(self.ids),
-            },
-            "timing": {
-                "load_s": round(load_seconds, 4),
-                "first_token_s": round(first - self.started, 4),
-                "decode_s": round(decode, 4),
-                "decode_tokens_per_s": round((len(self.ids) - 1) / decode, 2) if decode else None,
-            },
-        }
-
-
+# ---------------------------------------------------------------- running
 def _run(
     engine: Engine, template: _Template, requests: list[Request]
-) -> Iterator[tuple[int, _Result, str]]:
+) -> Iterator[tuple[int, Result, str]]:
     """`(request, its result, new text)` for every step."""
     args, tokenizer = template.args, template.loaded.tokenizer
     started = time.perf_counter()
     results = [
-        _Result(r, TextStream(tokenizer, args.stop) if tokenizer else None, started)
+        Result(r, TextStream(tokenizer, args.stop) if tokenizer else None, started)
         for r in requests
     ]
     for step in engine.generate(requests):
@@ -302,7 +144,7 @@ def _run(
         yield step.request, result, new
 
 
-def _save_logits(path: Path, results: list[_Result]) -> None:
+def _save_logits(path: Path, results: list[Result]) -> None:
     """`logits` and `prompt_logits`; with several requests, `.0`, `.1`, … behind the names."""
     tensors = {}
     for i, result in enumerate(results):
@@ -312,7 +154,7 @@ def _save_logits(path: Path, results: list[_Result]) -> None:
             tensors[f"prompt_logits{suffix}"] = result.prompt_logits
     try:
         save_file(tensors, str(path))
-    except Exception as error:  # safetensors raises its own type for a path it cannot write
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"--logits-out {path} cannot be written: {error}") from error
 
 
@@ -328,7 +170,7 @@ def _batch(template: _Template) -> int:
         quiet=args.quiet,
         trace=trace,
     )
-    results: dict[int, _Result] = {}
+    results: dict[int, Result] = {}
     printed = 0
     streaming = args.output == "text" and len(requests) == 1
     for index, result, new in _run(engine, template, requests):
@@ -352,7 +194,7 @@ def _batch(template: _Template) -> int:
 
 
 def _print_result(
-    args: argparse.Namespace, result: _Result, index: int, count: int, load_seconds: float
+    args: argparse.Namespace, result: Result, index: int, count: int, load_seconds: float
 ) -> None:
     if args.output == "json":
         _write(json.dumps(result.record(load_seconds), ensure_ascii=False) + "\n")
@@ -366,7 +208,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _statistics(args: argparse.Namespace, results: list[_Result], load_seconds: float) -> None:
+def _statistics(args: argparse.Namespace, results: list[Result], load_seconds: float) -> None:
     if args.report_kernels:
         sys.stderr.write(registry.report() + "\n")
     if args.quiet:
@@ -437,10 +279,10 @@ def _turn(
 # ---------------------------------------------------------------- main
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 done, 1 a request failed, 2 bad input (one line says what)."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
-        _check_arguments(args)
+        check_arguments(args)
         policy = registry.current_policy()
         spec = args.kernels if args.kernels is not None else policy.spec
         strict = args.strict or policy.strict

@@ -240,3 +240,10 @@ def test_interactive(capsys, monkeypatch) -> None:
     code, _, err = run(capsys, "--model", MODEL, "--interactive")
     assert code == 2
     assert "cannot carry a conversation" in err
+
+
+def test_logits_cannot_be_written(capsys, tmp_path) -> None:
+    args = ["--model", MODEL, "--ids", "5", "--max-new-tokens", "1", "--quiet"]
+    code, _, err = run(capsys, *args, "--logits-out", tmp_path / "none" / "l.safetensors")
+    assert code == 2
+    assert "cannot be written" in err

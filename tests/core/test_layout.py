@@ -14,7 +14,7 @@ PACKAGE = ROOT / "tinfer"
 # Each layer may import itself and the layers after it.
 LAYERS = [
     ("generate",),
-    ("runtime", "trace"),
+    ("runtime", "trace", "arguments", "result"),
     ("engine", "logit_control"),
     ("request",),
     ("chat", "completion", "tokenizer"),
