@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from tinfer.testing.compare import assert_equal_tree
 def _overwrite(old: Any, new: Any) -> None:
     if isinstance(old, torch.Tensor):
         old.copy_(new)
+    elif dataclasses.is_dataclass(old):
+        for field in dataclasses.fields(old):
+            _overwrite(getattr(old, field.name), getattr(new, field.name))
     elif isinstance(old, (tuple, list)):
         for o, n in zip(old, new, strict=True):
             _overwrite(o, n)

@@ -132,7 +132,8 @@ def _scale(amax: Tensor, fmt: str, scale_fmt: str) -> tuple[Tensor, Tensor]:
     top = E4M3_MAX if fmt == "e4m3" else E2M1_MAX
     amax = amax.clamp(min=amax_floor(fmt, scale_fmt)).masked_fill(amax.isinf(), float("nan"))
     if scale_fmt == "e4m3":
-        code = encode_e4m3(amax / top)
+        # By a tensor: on some devices torch divides by a number through its reciprocal.
+        code = encode_e4m3(amax / torch.full_like(amax, top))
         return code, decode_e4m3(code)
     scale = amax * torch.tensor(1.0 / top, dtype=torch.float32, device=amax.device)
     if scale_fmt == "fp32":

@@ -25,6 +25,14 @@ def _spread(nibbles):
 
 
 @triton.jit
+def _per_word(x):
+    """[B, G] of groups of 32 columns -> [B, 4 G] of words of 8."""
+    B: tl.constexpr = x.shape[0]
+    G: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [B, G, 4]), [B, G * 4])
+
+
+@triton.jit
 def _scaled_bytes(codes, k):
     """Four e2m1 codes, one a byte -> four e4m3 codes of value * 2^(k - 6), 0 <= k <= 12."""
     one, two, four = codes & 0x01010101, (codes >> 1) & 0x01010101, (codes >> 2) & 0x01010101
@@ -74,10 +82,12 @@ def _fp4_to_fp8_kernel(
         row = (down * B + tl.arange(0, B)).to(tl.int64)
         group = start * GROUPS + tl.arange(0, GROUPS)
         inside = (group * 32 < K)[None, :]
-        at = row[:, None] * (K // 32) + group[None, :]
-        exponent = tl.load(e_ptr + at, mask=inside, other=0).to(tl.int32)  # [B, GROUPS]
-        word_at = at[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-        words = tl.load(w_ptr + word_at, mask=inside[:, :, None], other=0)  # [B, GROUPS, 4]
+        e_at = row[:, None] * (K // 32) + group[None, :]
+        exponent = tl.load(e_ptr + e_at, mask=inside, other=0).to(tl.int32)  # [B, GROUPS]
+        word = start * (C // 8) + tl.arange(0, C // 8)
+        in_words = (word * 8 < K)[None, :]
+        w_at = row[:, None] * (K // 8) + word[None, :]
+        words = tl.load(w_ptr + w_at, mask=in_words, other=0)  # [B, C / 8]
 
         tops = tl.max(tl.max(tl.reshape(exponent, [B, BLOCKS, B // 32]), axis=2), axis=0)
         base = tl.maximum(tops - 6, 0)  # [BLOCKS]
@@ -87,19 +97,21 @@ def _fp4_to_fp8_kernel(
         in_row = block * B < K
         tl.store(s_ptr + down * (K // B) + block, base.to(tl.uint8), mask=in_row)
 
+        wrong = (exponent == 255).to(tl.int32)
         if EXACT:
             power = ((tl.maximum(shift, -40) + 127) << 23).to(tl.float32, bitcast=True)
-            low, high, rounded = _encode_words(words, power[:, :, None])
-            wrong = tl.max(rounded, axis=2) | (exponent == 255).to(tl.int32)
+            low, high, rounded = _encode_words(words, _per_word(power))
+            wrong |= tl.max(tl.reshape(rounded, [B, GROUPS, 4]), axis=2)
         else:
-            k = tl.maximum(shift + 6, 0)[:, :, None]
+            wrong |= (shift < -6).to(tl.int32)
+            k = _per_word(tl.maximum(shift + 6, 0))
             low = _scaled_bytes(_spread(words & 0xFFFF), k)
             high = _scaled_bytes(_spread((words >> 16) & 0xFFFF), k)
-            wrong = ((shift < -6) | (exponent == 255)).to(tl.int32)
         wrong = tl.where(inside, wrong, 0)
         wrong = tl.max(tl.max(tl.reshape(wrong, [B, BLOCKS, B // 32]), axis=2), axis=0)
         index = tl.min(tl.where(wrong != 0, down * (K // B) + block, NO_TILE), axis=0)
         if index < NO_TILE:
             tl.atomic_min(first_ptr, index)
-        q_at = word_at[:, :, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
-        tl.store(q_ptr + q_at, tl.join(low, high), mask=inside[:, :, None, None])
+        half = start * (C // 4) + tl.arange(0, C // 4)
+        q_at = row[:, None] * (K // 4) + half[None, :]
+        tl.store(q_ptr + q_at, tl.interleave(low, high), mask=(half * 4 < K)[None, :])

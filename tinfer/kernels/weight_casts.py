@@ -113,13 +113,13 @@ def _requantize_kernel(
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         matrix, row, column = _tile_of(tile, N, K, 128, 128)
         top = tl.zeros([SLAB, 128], tl.int32)
-        for i in tl.static_range(128 // SLAB):
+        for i in range(128 // SLAB):
             at = row + i * SLAB
             value = _load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
             top = tl.maximum(top, magnitude_bits(value))
         stored, scale, inverse = block_scales(top, 128, SCALE)
         columns = column + tl.arange(0, 128)[None, :]
-        for i in tl.static_range(128 // SLAB):
+        for i in range(128 // SLAB):
             at = row + i * SLAB
             value = _load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
             codes = encode_slab(value, scale, inverse, 128, SCALE, NATIVE)
