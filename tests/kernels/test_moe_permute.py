@@ -185,6 +185,19 @@ def test_more_blocks_than_programs(monkeypatch: pytest.MonkeyPatch, device: str,
         assert_exact(ops.expert_combine(**a), expert_combine(**a))
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("programs", [1, 65535])
+def test_blocks_of_several_steps(
+    programs: int, monkeypatch: pytest.MonkeyPatch, device: str, seed: int
+) -> None:
+    """What 20,000 tokens take: a program ranks its rows a few at a time."""
+    monkeypatch.setattr("tinfer.kernels.moe_permute._permute_tiles", lambda routed: (32, 3, 4))
+    monkeypatch.setattr("tinfer.kernels.moe_permute.MAX_PROGRAMS", programs)
+    ids = choices(generator(seed, device), 119, 2, 5, 0.1)
+    with use_kernels("triton"):
+        assert_equal_tree(ops.expert_permute(ids, 5, 4), expert_permute(ids, 5, 4))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [65535, 65536, 70000])
 def test_many_rows(tokens: int, device: str, seed: int) -> None:

@@ -69,6 +69,7 @@ LOOKBACK = [
     _lookback("no_dead", MIXED, dead=None),
     _lookback("all_dead", MIXED, dead=1.0),
     _lookback("least_ring", MIXED, ring=3),
+    _lookback("gap", [(0, 5, 2), (0, 9, 2), (1, 3, 1)]),
     _lookback("bigram", MIXED, order=2, ring=1),
     _lookback("longer_than_ring", [(1, 3, 63), (0, 2, 129)], ring=5),
     _lookback("two_blocks", [(1, 5, 700), (0, 1, 500)], ring=4),
