@@ -3,7 +3,7 @@
 A word holds eight e2m1 codes. Spread to one a byte, a code's magnitude shifted left by two is an
 e4m3 code of value * 2^-6; adding 8k to the byte multiplies by 2^k, but for zero (which stays) and
 for 1/2, the subnormal (whose mantissa bit must go). So a tile whose scales differ by at most
-2^12 takes about four integer operations a value. A wider tile is reported; the launcher then runs
+2^12 takes about seven instructions a value. A wider tile is reported; the launcher then runs
 the kernel again with EXACT, which encodes every value by itself and reports what it rounded.
 """
 
