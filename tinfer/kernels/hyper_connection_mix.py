@@ -61,7 +61,8 @@ def _many_tiles(rows: int, depth: int, device: Target) -> Tiles:
     splits = min(
         triton.cdiv(depth, block) // 4, 128, 2 * device.processors // triton.cdiv(rows, tokens)
     )
-    return Tiles(tokens, block, max(1, splits), tokens // 16, 3 if device.shared_kib > 100 else 2)
+    stages = 4 if device.shared_kib > 200 else 3 if device.shared_kib > 100 else 2
+    return Tiles(tokens, block, max(1, splits), tokens // 16, stages)
 
 
 @dataclass(frozen=True)

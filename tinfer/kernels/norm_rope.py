@@ -63,10 +63,6 @@ def _rms_norm_kernel(
 ):  # fmt: skip
     main = tl.arange(0, MAIN)
     rest = MAIN + tl.arange(0, REST if REST else 1)
-    if HAS_WEIGHT:
-        scale = _load_part(weight, main, width)
-        if REST:
-            scale_rest = _load_part(weight, rest, width)
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(i, tl.int64)
         start = x + row * stride
@@ -79,12 +75,12 @@ def _rms_norm_kernel(
         y_row, q_row, s_row = y + row * width, q + row * width, s + row * (width // _GROUP)
         out = value * rstd
         if HAS_WEIGHT:
-            out = scale * out
+            out = _load_part(weight, main, width) * out
         _store_part(out, y_row, q_row, s_row, 0, width, MAIN, WRITE_Y, WRITE_Q, NATIVE)
         if REST:
             out = tail * rstd
             if HAS_WEIGHT:
-                out = scale_rest * out
+                out = _load_part(weight, rest, width) * out
             _store_part(out, y_row, q_row, s_row, MAIN, width, REST, WRITE_Y, WRITE_Q, NATIVE)
 
 
@@ -96,10 +92,9 @@ def split_width(width: int, least: int = 1) -> tuple[int, int]:
     return main, max(triton.next_power_of_2(width - main), least)
 
 
-def _norm_tiles(rows: int, width: int) -> tuple[int, int]:
-    """(programs, warps): 16 to 40 columns a thread."""
-    warps = 1 if width <= 512 else 2 if width <= 2048 else 4 if rows > 64 else 8
-    return min(rows, MAX_PROGRAMS), warps
+def _norm_warps(rows: int, width: int) -> int:
+    """H200, 5120 columns, codes alone: 4 warps 34 us, 8 39, 16 46 at 4096 rows; few rows: 8."""
+    return 1 if width <= 512 else 2 if width <= 2048 else 4 if rows > 64 else 8
 
 
 def _norm_reason(x: Tensor, weight: Tensor | None) -> str | None:
@@ -121,8 +116,7 @@ def _launch_norm(
     if not x.shape[0]:
         return s
     main, rest = split_width(width, GROUP)
-    programs, warps = _norm_tiles(x.shape[0], width)
-    _rms_norm_kernel[(programs,)](
+    _rms_norm_kernel[(min(x.shape[0], MAX_PROGRAMS),)](
         x,
         x if weight is None else weight.contiguous(),
         x if y is None else y,
@@ -138,7 +132,7 @@ def _launch_norm(
         MAIN=main,
         REST=rest,
         NATIVE=target(x.device).native_e4m3,
-        num_warps=warps,
+        num_warps=_norm_warps(x.shape[0], width),
     )
     return s
 
@@ -211,9 +205,10 @@ def _apply_rotary_kernel(
 
 
 def _rotary_tiles(rows: int, half: int) -> tuple[int, int]:
-    """(rows per program, warps): 4096 elements a program, fewer where rows are few."""
-    block = max(1, min(4096 // (2 * half), triton.next_power_of_2(triton.cdiv(rows, 264))))
-    return block, max(1, min(4, block * half // 256))
+    """(rows of a tile, warps): 2048 elements, fewer where rows are few (H200: 24.0 us at 4096
+    tokens of 64 heads; 4096 elements and 4 warps 26.6)."""
+    block = max(1, min(1024 // half, triton.next_power_of_2(triton.cdiv(rows, 264))))
+    return block, max(1, min(4, block * half // 512))
 
 
 def supports_apply_rotary_(

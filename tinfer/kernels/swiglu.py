@@ -113,11 +113,14 @@ def _swiglu_kernel(
 
 
 def _swiglu_tiles(rows: int, width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a tile: 2048 products, one row where rows are few."""
+    """(rows, columns, warps) of a tile: 2048 products; a part of a row where rows are few.
+
+    H200, 24576 rows of 2304, cold: with the cast 84 us (4 warps 93), without it 85.
+    """
     block = min(256, triton.next_power_of_2(width))
     if rows <= 256:
         return 1, block, 1
-    return 2048 // block if block >= 64 else 32, block, 4
+    return min(2048 // block, 64), block, 2
 
 
 def _launch(
