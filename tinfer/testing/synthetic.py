@@ -16,7 +16,7 @@ import re
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from tinfer.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
 from tinfer.formats import GROUP, as_bytes
 from tinfer.model.engram_hash import compressed_token_map, table_rows
 from tinfer.testing.synthetic_text import IMAGE, SYSTEM, make_tokenizer, preferences
+
+Values = Callable[[str, tuple[int, ...]], Tensor]
 
 VOCAB = 512
 _FILE_ORDER = ("F32", "BF16", "F8_E8M0", "F8_E4M3", "I8")
@@ -181,7 +183,7 @@ class _Values:
 
 
 def _stored(
-    name: str, table: dict[str, TensorSpec], values: _Values
+    name: str, table: dict[str, TensorSpec], values: Values
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensor as stored, and its scale where it has one."""
     spec = table[name]
@@ -248,13 +250,24 @@ def _shard_of(name: str, config: ModelConfig) -> int:
 
 def write_checkpoint(directory: str | Path, seed: int = 0) -> ModelConfig:
     """Write config, tokenizer, index and shards; the same seed gives the same files."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(VOCAB)
     raw = nested_config(tokenizer)
+    values = _Values(ModelConfig.from_dict(raw), tokenizer, seed)
+    return write_release(directory, raw, tokenizer, values)
+
+
+def write_release(
+    directory: str | Path, raw: dict[str, Any], tokenizer: Tokenizer, values: Values
+) -> ModelConfig:
+    """Quantize and write a checkpoint in the release's layout.
+
+    `values(name, shape)` gives a tensor in the shape it has before quantization, at least as
+    precise as it is stored.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     config = ModelConfig.from_dict(raw)
     table = expected_tensors(config)
-    values = _Values(config, tokenizer, seed)
     shards: dict[int, dict[str, Tensor]] = {}
     for name in table:
         if not name.endswith(".scale"):

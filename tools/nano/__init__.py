@@ -1,0 +1,1 @@
+"""How the embedded checkpoint was made: facts, rows, model, training, export, evaluation."""
