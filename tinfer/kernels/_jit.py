@@ -11,7 +11,8 @@ use `bf16_mul`, `_dot`, `to_bf16` and `to_fp32` from here; on a device these are
 operations.
 
 A `return` under a constexpr `if` does not end the function for the compiler: assign in both
-branches and return once.
+branches and return once. Unary minus is `0 - x`, which makes +0 of +0: flip the sign bit or a
+factor that is not zero where -0 counts.
 """
 
 from __future__ import annotations
