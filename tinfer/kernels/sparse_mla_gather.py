@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
@@ -23,8 +24,11 @@ FULL, EMPTY, READY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 DONE, Q_FULL, Q_EMPTY = gl.constexpr(6), gl.constexpr(7), gl.constexpr(8)
 # Rows of the small fp32 lines: 0-1 maxima, 2-3 rescale factors, 4-5 sums, 6-7 biases of keys.
 TOP, RESCALE, TOTAL, BIAS = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4), gl.constexpr(6)
-# Triton 3.9 renamed it.
+# Triton 3.9 renamed both.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_view = (
+    getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
+)
 
 _PTX_E4M3 = gl.constexpr("""{
     .reg .b32 lo, hi, t, big, zero;
@@ -181,7 +185,7 @@ def _store_half(code, scale, tile, LAYOUT: gl.constexpr):
         value = gl.inline_asm_elementwise(
             _PTX_E2M1, "=r,=r,=r,=r,r,r,r,r,r", [code, scale], gl.int32, is_pure=True, pack=4
         )
-        tile._reinterpret(gl.int32, [KEYS, HALF // 2], words).store(value)
+        _view(tile, gl.int32, [KEYS, HALF // 2], words).store(value)
 
 
 @gluon.jit
@@ -212,6 +216,23 @@ def _fill(
     mbarrier.arrive(bars.index(FULL + B), count=1)
     if LAYOUT[0] == "bf16":
         async_copy.mbarrier_arrive(bars.index(FULL + B), increment_count=False)
+
+
+@gluon.jit
+def _listed(
+    block, last, window_blocks, window, window_count, window_rows,
+    compressed, compressed_count, compressed_rows,
+    layout: gl.constexpr, COMPRESSED_WIDTH: gl.constexpr,
+):  # fmt: skip
+    """The slots of a block of the two lists in turn; none at or beyond block `last`."""
+    slots, start, limit, rows = window, block, window_count, window_rows
+    if COMPRESSED_WIDTH:
+        here = block < window_blocks
+        slots = gl.where(here, window, compressed)
+        start = gl.where(here, block, block - window_blocks)
+        limit = gl.where(here, window_count, compressed_count)
+        rows = gl.where(here, window_rows, compressed_rows)
+    return _load_slots(slots, start * KEYS, gl.where(block < last, limit, 0), rows, layout)
 
 
 @gluon.jit
@@ -263,36 +284,31 @@ def _produce(
         async_copy.mbarrier_arrive(bars.index(Q_FULL), increment_count=False)
         turn += 1  # noqa: SIM113  device code
 
+        slot = _listed(
+            first, last, window_blocks, window, window_count, window_rows,
+            compressed, compressed_count, compressed_rows, by_row, COMPRESSED_WIDTH,
+        )  # fmt: skip
         for pair in range(pairs):
             for b in gl.static_range(2):
                 block = first + 2 * pair + b
                 free = (filled & 1) ^ 1
+                ahead = _listed(
+                    block + 1, last, window_blocks, window, window_count, window_rows,
+                    compressed, compressed_count, compressed_rows, by_row, COMPRESSED_WIDTH,
+                )  # fmt: skip
                 if COMPRESSED_WIDTH == 0:
-                    # A block beyond the last one lists nothing.
-                    limit = gl.where(block < last, window_count, 0)
-                    slot = _load_slots(window, block * KEYS, limit, window_rows, by_row)
                     _fill(window_cache, slot, window_page_stride, k_s, lines, bars, b, free, WINDOW)
                 elif WINDOW == COMPRESSED and WINDOW[0] == "bf16":
                     here = block < window_blocks
-                    limit = gl.where(here, window_count, compressed_count)
-                    limit = gl.where(block < last, limit, 0)
-                    start = gl.where(here, block, block - window_blocks) * KEYS
-                    slots = gl.where(here, window, compressed)
-                    rows = gl.where(here, window_rows, compressed_rows)
-                    slot = _load_slots(slots, start, limit, rows, by_row)
                     cache = gl.where(here, window_cache, compressed_cache)
                     stride = gl.where(here, window_page_stride, compressed_page_stride)
                     _fill(cache, slot, stride, k_s, lines, bars, b, free, WINDOW)
                 elif block < window_blocks:
-                    limit = gl.where(block < last, window_count, 0)
-                    slot = _load_slots(window, block * KEYS, limit, window_rows, by_row)
                     _fill(window_cache, slot, window_page_stride, k_s, lines, bars, b, free, WINDOW)
                 else:
-                    limit = gl.where(block < last, compressed_count, 0)
-                    start = (block - window_blocks) * KEYS
-                    slot = _load_slots(compressed, start, limit, compressed_rows, by_row)
                     _fill(
                         compressed_cache, slot, compressed_page_stride, k_s, lines, bars, b, free,
                         COMPRESSED,
                     )  # fmt: skip
+                slot = ahead
             filled += 1

@@ -83,11 +83,10 @@ def _publish(weight, top, rescale, p_s, lines, bars, B: gl.constexpr):
 
 @gluon.jit
 def _write(
-    acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
+    q_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
     out_stride_t, out_stride_h, out_stride_s, W: gl.constexpr,
 ):  # fmt: skip
     """Normalize and store one half of an item's output; consumer 0 also maximum and lse."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     head_blocks = gl.cdiv(heads, HEADS)
     split = item % splits
     token = (item // splits // head_blocks).to(gl.int64)
@@ -105,12 +104,21 @@ def _write(
         # A NaN logit is lost in a maximum, not in the sum.
         gl.store(max_logit + row, gl.where(total == total, top * scale, total), mask=head < heads)
         gl.store(lse + row, log_sum, mask=head < heads)
-    value = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    value = gl.convert_layout(value.to(out.dtype.element_ty), WIDE)
-    line = first + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))[:, None]
-    column = W * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
-    at = out + token * out_stride_t + split * out_stride_s + line * out_stride_h + column
-    gl.store(at, value, mask=(line < heads) & (column >= 0))
+    ACC: gl.constexpr = acc.type.layout
+    value = acc * gl.convert_layout(factor, gl.SliceLayout(1, ACC))[:, None]
+    out += token * out_stride_t + split * out_stride_s + W * HALF
+    if out.dtype.element_ty == gl.bfloat16:
+        # No logits are left to compute: the queries' memory takes the output to full rows.
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        q_s.index(W).store(value.to(gl.bfloat16))
+        line = first + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))[:, None]
+        column = gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
+        at = out + line * out_stride_h + column
+        gl.store(at, q_s.index(W).load(WIDE), mask=line < heads)
+    else:
+        line = first + gl.arange(0, HEADS, gl.SliceLayout(1, ACC))[:, None]
+        column = gl.arange(0, HALF, gl.SliceLayout(0, ACC))[None, :]
+        gl.store(out + line * out_stride_h + column, value, mask=line < heads)
 
 
 @gluon.jit
@@ -173,7 +181,6 @@ def _consume(
             acc = warpgroup_mma(left, k_s.index(2 * W + W + move), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(bars.index(EMPTY + W), count=1)
-        mbarrier.arrive(bars.index(Q_EMPTY), count=1)
         if W == 0:
             mbarrier.wait(bars.index(READY + 1), (used + pairs - 1) & 1)
             foreign = lines.index(RESCALE + 1).load(ROWS)
@@ -190,9 +197,10 @@ def _consume(
         used += pairs
         turn += 1  # noqa: SIM113  device code
         _write(
-            acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
+            q_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
             out_stride_t, out_stride_h, out_stride_s, W,
         )  # fmt: skip
+        mbarrier.arrive(bars.index(Q_EMPTY), count=1)
 
 
 @gluon.jit

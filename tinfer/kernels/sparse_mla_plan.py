@@ -15,7 +15,6 @@ from tinfer.kv_layout import KVLayout
 
 SLOT_LIMIT = 2**31 - 1  # slots are int32
 MAX_SPLITS = 32
-HOPPER = False
 HOPPER_KEYS = 64  # keys a block of the Hopper kernel
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -87,11 +86,11 @@ def portable_tile(heads: int, packed: bool, few: bool, on: Target) -> Tile:
     block_h = min(64, pow2(heads))
     if on.shared_kib >= 227:
         return Tile(block_h, 32, 8, 3) if few else Tile(block_h, 64, 8, 2)
-    if on.shared_kib >= 160:
-        return Tile(block_h, 32, 8, 2)
     if on.backend == "hip":
         return Tile(min(block_h, 16), 32, 4, 1)
-    return Tile(min(block_h, 32), 16, 4, 1 if packed else 2)
+    if packed:  # decoding keeps a tile in registers: more heads would spill
+        return Tile(min(block_h, 16), 32, 4, 1)
+    return Tile(block_h, 32, 8, 2) if on.shared_kib >= 160 else Tile(min(block_h, 32), 16, 4, 2)
 
 
 def splits_of(programs: int, blocks: int, processors: int) -> int:
@@ -102,8 +101,11 @@ def splits_of(programs: int, blocks: int, processors: int) -> int:
 
 
 def takes_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> bool:
-    """Whether the warp-specialized kernel covers the call: rows of 512 channels, aligned."""
-    if not HOPPER or on.backend != "cuda" or on.arch != 90 or _TRITON < (3, 6):
+    """Whether the warp-specialized kernel takes the call: rows of 512 channels, aligned, and
+    enough tokens for all processors (one block after another takes it longer)."""
+    if on.backend != "cuda" or on.arch != 90 or _TRITON < (3, 6):
+        return False
+    if q.shape[0] * triton.cdiv(q.shape[1], 64) < on.processors:
         return False
     if q.shape[2] != 512 or value_dim != 512 or q.shape[1] < 16:
         return False
