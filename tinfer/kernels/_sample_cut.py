@@ -25,7 +25,8 @@ from tinfer.kernels._sample_slices import (
     TOTAL,
     load_slices,
     load_tile,
-    scaled_bin,
+    range_edges,
+    scaled,
 )
 
 
@@ -47,20 +48,18 @@ def _bin_of_cut(fine_weight, fine_count, above_weight, above_count, limit, thres
 @triton.jit
 def _bin_edges(place):
     """(low, high) scaled logits of a fine bin, widened by what rounding can do to `fine_bin`."""
-    top_bin, upper, lower, wanted = place
-    width = (lower - upper + 1).to(tl.float32) / FINE
-    origin = (top_bin + 1 - upper).to(tl.float32)
-    slack = (tl.abs(origin) + BINS) * 1e-6
-    high = origin - wanted.to(tl.float32) * width + slack
-    low = origin - (wanted + 1).to(tl.float32) * width - slack
-    high = tl.where(wanted == 0, INFINITY, high)
-    return tl.where(wanted == FINE - 1, -INFINITY, low), high
+    range_low, range_high, scale, wanted = place
+    slack = (tl.abs(range_high) + BINS) * 1e-6
+    high = range_high - wanted.to(tl.float32) / scale + slack
+    low = range_high - (wanted + 1).to(tl.float32) / scale - slack
+    high = tl.where(wanted == 0, range_high, high)
+    return tl.where(wanted == FINE - 1, range_low, low), high
 
 
 @triton.jit
 def _collect(x, column, V, slope, low, high, x_out, id_out, counter):
     """Append the candidates whose scaled logit lies in low..high, in any order."""
-    t = scaled_bin(x, slope)[1]
+    t = scaled(x, slope)
     hit = (t >= low) & (t <= high) & (column < V)
     at = tl.atomic_add(counter + tl.zeros_like(column), 1, mask=hit, sem="relaxed")
     hit = hit & (at < MEMBERS)
@@ -73,7 +72,7 @@ def _kept_sums(part32, part64, row, top_k, top_p, V, SLICES: tl.constexpr, PADDE
     """(kept weight, top-k's limit, top-p's threshold, whether one of them cuts) of a row."""
     kept = tl.sum(load_slices(part64, row, KEPT, 3, SLICES, PADDED))
     total = tl.sum(load_slices(part64, row, TOTAL, 3, SLICES, PADDED))
-    count = tl.sum(load_slices(part32, row, COUNT, 5, SLICES, PADDED))
+    count = tl.sum(load_slices(part32, row, COUNT, 4, SLICES, PADDED))
     limit = top_k_limit(tl.load(top_k + row), V)
     threshold = top_p_threshold(total, tl.load(top_p + row))
     return kept, limit, threshold, (count >= limit) | (kept > threshold)
@@ -92,17 +91,17 @@ def _place_of_cut(
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """((top_bin, upper, lower, fine bin), weight before, count before, whether it was missed)."""
+    """((low, high, scale, fine bin), weight before, count before, whether it was missed)."""
     wanted, weight_before, count_before, missed = _bin_of_cut(
         fine_weight + row * FINE,
         fine_count + row * FINE,
         tl.sum(load_slices(part64, row, ABOVE, 3, SLICES, PADDED)),
-        tl.sum(load_slices(part32, row, ABOVE_COUNT, 5, SLICES, PADDED)),
+        tl.sum(load_slices(part32, row, ABOVE_COUNT, 4, SLICES, PADDED)),
         limit,
         threshold,
     )
-    upper, lower = tl.load(ranges + row * 4 + 1), tl.load(ranges + row * 4 + 2)
-    return (tl.load(ranges + row * 4), upper, lower, wanted), weight_before, count_before, missed
+    low, high, scale = range_edges(ranges, row)
+    return (low, high, scale, wanted), weight_before, count_before, missed
 
 
 @triton.jit
@@ -111,7 +110,7 @@ def _sample_collect_kernel(
     temperature,  # fp32 [B]
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     part64,  # int64 [B, 3, SLICES]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
@@ -122,27 +121,30 @@ def _sample_collect_kernel(
     record32,  # int32 [B, 4]
     stride,
     V,
+    GROUPS: tl.constexpr,  # programs of a row
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = (tl.program_id(0) // SLICES).to(tl.int64)
-    s = tl.program_id(0) % SLICES
+    row = (tl.program_id(0) // GROUPS).to(tl.int64)
     is_cut = wants_cut(tl.load(top_k + row), tl.load(top_p + row), V)
     if is_cut & (tl.load(record32 + row * 4 + MODE) == SAMPLED):
-        kept, limit, threshold, cuts = _kept_sums(part32, part64, row, top_k, top_p, V, SLICES, PADDED)
+        _kept, limit, threshold, cuts = _kept_sums(
+            part32, part64, row, top_k, top_p, V, SLICES, PADDED
+        )
         if cuts:
-            place, weight_before, count_before, missed = _place_of_cut(
+            place, _weight, _count, missed = _place_of_cut(
                 part32, part64, fine_weight, fine_count, ranges, row, limit, threshold,
                 SLICES, PADDED,
             )  # fmt: skip
             if missed == 0:
-                column = s * BLOCK + tl.arange(0, BLOCK)
                 low, high = _bin_edges(place)
-                x = load_tile(logits + row * stride, column, V)
                 slope = slope_of(tl.load(temperature + row))
                 x_row, id_row = member_x + row * MEMBERS, member_id + row * MEMBERS
-                _collect(x, column, V, slope, low, high, x_row, id_row, counters + row)
+                for s in range(tl.program_id(0) % GROUPS, SLICES, GROUPS):
+                    column = s * BLOCK + tl.arange(0, BLOCK)
+                    x = load_tile(logits + row * stride, column, V)
+                    _collect(x, column, V, slope, low, high, x_row, id_row, counters + row)
 
 
 @triton.jit
@@ -151,7 +153,7 @@ def _sample_cut_kernel(
     temperature,  # fp32 [B]
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     part64,  # int64 [B, 3, SLICES]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]

@@ -31,16 +31,14 @@ from tinfer.kernels._sample_slices import (
     BINS,
     DRAWN,
     ENDED,
-    FIRST,
     GREEDY,
     MODE,
     ROW_FIRST,
     SAMPLED,
     STATUS,
     TOP_BIN,
-    load_slices,
     load_tile,
-    scaled_bin,
+    scaled,
 )
 
 SLACK = tl.constexpr(65536.0)  # of 2^31: 3.1e-5
@@ -73,7 +71,6 @@ def _locate(
     bins,
     part32,
     row,
-    tops,
     part,
     top,
     slope,
@@ -88,19 +85,21 @@ def _locate(
     Estimated from sampled counts, weighted at the bins' middles and summed up from the least
     likely ones, where they are many.
     """
-    bin_tops = load_slices(part32, row, TOP_BIN, 5, SLICES, PADDED)
-    s = tl.arange(0, PADDED)
-    bin_tops = tl.where(s < SLICES, bin_tops, -536870912)
-    top_bin, scaled = scaled_bin(top, slope)
+    top_scaled = scaled(top, slope)
+    top_bin = tl.floor(top_scaled).to(tl.int32)
     j = tl.arange(0, BINS)
     count = tl.zeros([BINS], tl.int32)
-    for i in range(SLICES):
-        shift = top_bin - tl.load(part32 + (row * 5 + TOP_BIN) * SLICES + i)
-        at = j - tl.minimum(shift, BINS)
-        ok = (at >= 0) & (at < BINS - 1)
-        count += tl.load(bins + (row * SLICES + i) * BINS + at, mask=ok, other=0)
+    CHUNK: tl.constexpr = min(PADDED, 16)
+    for start in range(0, SLICES, CHUNK):
+        s = start + tl.arange(0, CHUNK)
+        tops = part32 + (row * 4 + TOP_BIN) * SLICES + s
+        shift = tl.minimum(top_bin - tl.load(tops, mask=s < SLICES, other=-536870912), BINS)
+        at = j[None, :] - shift[:, None]
+        ok = (s < SLICES)[:, None] & (at >= 0) & (at < BINS - 1)
+        counts = tl.load(bins + (row * SLICES + s[:, None]) * BINS + at, mask=ok, other=0)
+        count += tl.sum(counts, axis=0)
     count = count * RATIO
-    middle = (top_bin - j).to(tl.float32) + 0.5 - scaled
+    middle = (top_bin - j).to(tl.float32) + 0.5 - top_scaled
     weight = count.to(tl.float32) * tl.exp2(middle * 0.125)
     before = tl.cumsum(count)
     below = tl.sum(weight) - tl.cumsum(weight)
@@ -126,7 +125,7 @@ def _sample_row_kernel(
     statuses,  # int32 [B]
     maxima,  # fp32 [B, SLICES]
     estimates,  # fp32 [B, SLICES]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     bins,  # int32 [B, SLICES, BINS]
     ranges,  # int32 [B, 4]
     record32,  # int32 [B, 4]
@@ -146,9 +145,11 @@ def _sample_row_kernel(
     s = tl.arange(0, PADDED)
     tops = tl.load(maxima + row * SLICES + s, mask=s < SLICES, other=-INFINITY)
     part = tl.load(estimates + row * SLICES + s, mask=s < SLICES, other=0.0)
-    firsts = load_slices(part32, row, FIRST, 5, SLICES, PADDED)
     top = tl.max(tops)
-    first = tl.min(tl.where((tops == top) & (s < SLICES), firsts, V))
+    source = logits + row * stride
+    home = tl.min(tl.where((tops == top) & (s < SLICES), s, SLICES - 1))
+    column = home * BLOCK + tl.arange(0, BLOCK)
+    first = tl.min(tl.where(load_tile(source, column, V) == top, column, V))
     status = tl.where(is_bad(t, p, floor), BAD_PARAMETER, OK)
     status = tl.where(top == -INFINITY, NO_TOKEN, status)
     status = tl.where(top == INFINITY, NOT_FINITE, status)
@@ -160,14 +161,13 @@ def _sample_row_kernel(
         if wants_cut(k, p, V):
             limit = top_k_limit(k, V)
             top_bin, upper, lower = _locate(
-                bins, part32, row, tops, part, top, slope, limit, p, RATIO, SLICES, PADDED
+                bins, part32, row, part, top, slope, limit, p, RATIO, SLICES, PADDED
             )
             tl.store(ranges + row * 4, top_bin)
             tl.store(ranges + row * 4 + 1, upper)
             tl.store(ranges + row * 4 + 2, lower)
         elif DRAWS:
             word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
-            source = logits + row * stride
             found, sure = _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK)
             sure = sure & (floor <= 0)
             token = tl.where(sure, found, token)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._masses import INFINITY, weight_q31
-from tinfer.kernels._sample_slices import BINS, fine_bin, load_tile, scaled_bin
+from tinfer.kernels._sample_slices import fine_bin, load_tile, scaled
 
 MEMBERS = tl.constexpr(128)  # candidates of one fine bin that are ranked pairwise
 NO_ID = tl.constexpr(2**31 - 1)
@@ -34,13 +34,20 @@ def _comes_before(x, i, y, j):
 
 
 @triton.jit
+def _is_in_bin(x, slope, place):
+    """Whether logits fall into one fine bin; `place` is (low, high, scale, bin)."""
+    low, high, scale, wanted = place
+    t = scaled(x, slope)
+    return (t >= low) & (t < high) & (fine_bin(t, high, scale) == wanted)
+
+
+@triton.jit
 def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, threshold):
-    """(cut logit, cut id, kept weight) among the collected candidates of fine bin `place`."""
-    top_bin, upper, lower, wanted = place
+    """(cut logit, cut id, kept weight) among the collected candidates of one fine bin."""
     i = tl.arange(0, MEMBERS)
     x = tl.load(x_in + i, mask=i < n, other=-INFINITY)
     ids = tl.load(id_in + i, mask=i < n, other=NO_ID)
-    mine = (i < n) & _is_in_bin(x, slope, top_bin, upper, lower, wanted)
+    mine = (i < n) & _is_in_bin(x, slope, place)
     w = tl.where(mine, weight_q31(x, top, slope), 0).to(tl.int64)
     weight = tl.full([MEMBERS], 0, tl.int64) + weight_before
     count = tl.full([MEMBERS], 0, tl.int32) + count_before
@@ -48,7 +55,7 @@ def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, 
         j = start + tl.arange(0, STEP)
         xj = tl.load(x_in + j, mask=j < n, other=-INFINITY)
         idj = tl.load(id_in + j, mask=j < n, other=NO_ID)
-        other = (j < n) & _is_in_bin(xj, slope, top_bin, upper, lower, wanted)
+        other = (j < n) & _is_in_bin(xj, slope, place)
         wj = tl.where(other, weight_q31(xj, top, slope), 0).to(tl.int64)
         before = _comes_before(xj[None, :], idj[None, :], x[:, None], ids[:, None])
         before = before & other[None, :]
@@ -61,22 +68,13 @@ def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, 
 
 
 @triton.jit
-def _is_in_bin(x, slope, top_bin, upper, lower, wanted):
-    coarse, scaled = scaled_bin(x, slope)
-    depth = tl.minimum(top_bin - coarse, BINS - 1)
-    inside = (depth >= upper) & (depth <= lower)
-    return inside & (fine_bin(scaled, top_bin, upper, lower) == wanted)
-
-
-@triton.jit
 def bin_keys(source, V, slope, place, TILE: tl.constexpr):
     """(least, greatest) key of the candidates of one fine bin, which has some."""
-    top_bin, upper, lower, wanted = place
     least, greatest = tl.full([TILE], NO_ID, tl.int32), tl.full([TILE], -NO_ID, tl.int32)
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)
         x = load_tile(source, column, V)
-        hit = (column < V) & _is_in_bin(x, slope, top_bin, upper, lower, wanted)
+        hit = (column < V) & _is_in_bin(x, slope, place)
         least = tl.minimum(least, tl.where(hit, key_of(x), NO_ID))
         greatest = tl.maximum(greatest, tl.where(hit, key_of(x), -NO_ID))
     return tl.min(least).to(tl.int64), tl.max(greatest).to(tl.int64)

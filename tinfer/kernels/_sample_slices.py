@@ -24,11 +24,14 @@ from tinfer.kernels._jit import to_fp32
 from tinfer.kernels._masses import (
     GREEDY_BELOW,
     INFINITY,
+    NO_LIMIT,
     divide,
     lane_sum,
     min_p_threshold,
     reciprocal,
+    share_24,
     slope_of,
+    top_k_limit,
     wants_cut,
     weight_q31,
 )
@@ -38,7 +41,7 @@ FINE = tl.constexpr(512)  # bins of the range around the cut
 HEAD = tl.constexpr(2048)  # the range reaches down to this many candidates at least
 AHEAD = tl.constexpr(8192)  # ... and up to the first one unless more than these come before
 # Planes of the per-slice sums.
-FIRST, TOP_BIN, COUNT, ABOVE_COUNT, MASS = (tl.constexpr(i) for i in range(5))
+TOP_BIN, COUNT, ABOVE_COUNT, MASS = (tl.constexpr(i) for i in range(4))
 TOTAL, KEPT, ABOVE = (tl.constexpr(i) for i in range(3))
 # Columns of the per-row record.
 STATUS, ROW_FIRST, CUT_ID, MODE = (tl.constexpr(i) for i in range(4))
@@ -59,18 +62,25 @@ def load_slices(part, row, plane, PLANES: tl.constexpr, SLICES: tl.constexpr, PA
 
 
 @triton.jit
-def scaled_bin(x, slope):
-    """(int32, fp32): eighths of an octave of probability on an absolute scale, clamped."""
-    t = tl.maximum(tl.minimum(x * (slope * 8.0), 536870912.0), -536870912.0)
-    return tl.floor(t).to(tl.int32), t
+def scaled(x, slope):
+    """fp32 eighths of an octave of probability on an absolute scale, clamped."""
+    return tl.maximum(tl.minimum(x * (slope * 8.0), 536870912.0), -536870912.0)
 
 
 @triton.jit
-def fine_bin(t, top_bin, upper, lower):
-    """int32 bin 0..FINE-1, finer within the coarse bins upper..lower below `top_bin`."""
-    depth = (top_bin + 1 - upper).to(tl.float32) - t
+def range_edges(ranges, row):
+    """(low, high, fine bins per unit) of a row's range: low <= t < high."""
+    top_bin, upper = tl.load(ranges + row * 4), tl.load(ranges + row * 4 + 1)
+    lower = tl.load(ranges + row * 4 + 2)
+    low = tl.where(lower >= BINS - 1, -INFINITY, (top_bin - lower).to(tl.float32))
     scale = (FINE * 1.0) / (lower - upper + 1).to(tl.float32)
-    return tl.maximum(tl.minimum(depth * scale, FINE - 1.0), 0.0).to(tl.int32)
+    return low, (top_bin + 1 - upper).to(tl.float32), scale
+
+
+@triton.jit
+def fine_bin(t, high, scale):
+    """int32 bin 0..FINE-1 of scaled logits within the range."""
+    return tl.minimum((high - t) * scale, FINE - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -79,9 +89,9 @@ def _sample_stats_kernel(
     temperature,  # fp32 [B]
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
-    maxima,  # fp32 [B, SLICES]
+    maxima,  # fp32 [B, SLICES]; +inf where the slice holds a NaN
     estimates,  # fp32 [B, SLICES]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     bins,  # int32 [B, SLICES, BINS]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
@@ -95,23 +105,18 @@ def _sample_stats_kernel(
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     source = logits + row * stride
-    column = s * BLOCK + tl.arange(0, BLOCK)
-    x = load_tile(source, column, V)
+    x = load_tile(source, s * BLOCK + tl.arange(0, BLOCK), V)
     t, p, k = tl.load(temperature + row), tl.load(top_p + row), tl.load(top_k + row)
-    strange = (x != x) | (x == INFINITY)
-    top = tl.max(tl.where(strange, -INFINITY, x))
-    first = tl.min(tl.where(x == top, column, V))
-    slope = slope_of(t)
+    top, slope = tl.max(tl.where(x != x, INFINITY, x)), slope_of(t)
     estimate = tl.sum(tl.where(x == -INFINITY, 0.0, tl.exp2((x - top) * slope)))
-    found = tl.where(tl.max(strange.to(tl.int32)) > 0, INFINITY, top)
-    tl.store(maxima + row * SLICES + s, found)
+    tl.store(maxima + row * SLICES + s, top)
     tl.store(estimates + row * SLICES + s, estimate)
-    tl.store(part32 + (row * 5 + FIRST) * SLICES + s, first)
     if (t >= GREEDY_BELOW) & wants_cut(k, p, V):
-        top_bin = scaled_bin(top, slope)[0]
+        top_bin = tl.floor(scaled(top, slope)).to(tl.int32)
         sampled = load_tile(source, s * BLOCK + tl.arange(0, SAMPLE), V)
-        depth = tl.maximum(tl.minimum(top_bin - scaled_bin(sampled, slope)[0], BINS - 1), 0)
-        tl.store(part32 + (row * 5 + TOP_BIN) * SLICES + s, top_bin)
+        depth = top_bin - tl.floor(scaled(sampled, slope)).to(tl.int32)
+        depth = tl.maximum(tl.minimum(depth, BINS - 1), 0)
+        tl.store(part32 + (row * 4 + TOP_BIN) * SLICES + s, top_bin)
         tl.store(bins + (row * SLICES + s) * BINS + tl.arange(0, BINS), tl.histogram(depth, BINS))
         SHARE: tl.constexpr = FINE // triton.next_power_of_2(SLICES)
         for start in range(s * SHARE, FINE, SLICES * SHARE):
@@ -129,7 +134,7 @@ def _sample_weights_kernel(
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
     min_p,  # fp32 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     part64,  # int64 [B, 3, SLICES]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
@@ -138,21 +143,25 @@ def _sample_weights_kernel(
     record_x,  # fp32 [B, 2]
     stride,
     V,
+    CUTS: tl.constexpr,  # serve the rows with top-k or top-p, or the others
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
-    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
+    k, p = tl.load(top_k + row), tl.load(top_p + row)
+    mine = wants_cut(k, p, V) == CUTS
+    if mine & (tl.load(record32 + row * 4 + MODE) == SAMPLED):
         slope, top = slope_of(tl.load(temperature + row)), tl.load(record_x + row * 2)
         floor = tl.load(min_p + row)
         least = min_p_threshold(floor)
-        is_cut = wants_cut(tl.load(top_k + row), tl.load(top_p + row), V)
-        top_bin, upper = tl.load(ranges + row * 4), tl.load(ranges + row * 4 + 1)
-        lower = tl.load(ranges + row * 4 + 2)
         total = lane_sum(tl.zeros([TILE], tl.int64), TILE)
-        kept, above, above_count, count = total, total, total, total
+        kept, count, above = total, lane_sum(tl.zeros([TILE], tl.int32), TILE), total
+        above_count = count
+        if CUTS:
+            low, high, scale = range_edges(ranges, row)
+            counts, weighs = top_k_limit(k, V) < NO_LIMIT, share_24(p) < 16777216
         for i in range(BLOCK // TILE):
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)
             x = load_tile(logits + row * stride, column, V)
@@ -161,27 +170,28 @@ def _sample_weights_kernel(
             if floor > 0:
                 enough = w >= least
                 kept += lane_sum(tl.where(enough, w, 0).to(tl.int64), TILE)
-                count += lane_sum(enough.to(tl.int64), TILE)
-            if is_cut:
-                coarse, scaled = scaled_bin(x, slope)
-                depth = tl.minimum(top_bin - coarse, BINS - 1)
-                before = (depth < upper) & (column < V)
-                above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
-                above_count += lane_sum(before.to(tl.int64), TILE)
-                inside = (depth >= upper) & (depth <= lower) & (column < V)
-                fine = row * FINE + fine_bin(scaled, top_bin, upper, lower)
-                tl.atomic_add(fine_weight + fine, w.to(tl.int64), mask=inside, sem="relaxed")
-                tl.atomic_add(fine_count + fine, 1, mask=inside, sem="relaxed")
+                count += lane_sum(enough.to(tl.int32), TILE)
+            if CUTS:
+                t = scaled(x, slope)
+                before = (t >= high) & (column < V)
+                inside = (t >= low) & (t < high) & (column < V)
+                fine = fine_bin(t, high, scale)
+                if weighs:
+                    above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
+                    at = fine_weight + row * FINE + fine
+                    tl.atomic_add(at, w.to(tl.int64), mask=inside, sem="relaxed")
+                if counts:
+                    above_count += lane_sum(before.to(tl.int32), TILE)
+                    tl.atomic_add(fine_count + row * FINE + fine, 1, mask=inside, sem="relaxed")
         whole, columns = tl.sum(total), tl.minimum(V - s * BLOCK, BLOCK)
         tl.store(part64 + (row * 3 + TOTAL) * SLICES + s, whole)
         kept_sum = tl.where(floor > 0, tl.sum(kept), whole)
         tl.store(part64 + (row * 3 + KEPT) * SLICES + s, kept_sum)
-        enough_sum = tl.where(floor > 0, tl.sum(count).to(tl.int32), columns)
-        tl.store(part32 + (row * 5 + COUNT) * SLICES + s, enough_sum)
-        if is_cut:
+        enough_sum = tl.where(floor > 0, tl.sum(count), columns)
+        tl.store(part32 + (row * 4 + COUNT) * SLICES + s, enough_sum)
+        if CUTS:
             tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, tl.sum(above))
-            above_sum = tl.sum(above_count).to(tl.int32)
-            tl.store(part32 + (row * 5 + ABOVE_COUNT) * SLICES + s, above_sum)
+            tl.store(part32 + (row * 4 + ABOVE_COUNT) * SLICES + s, tl.sum(above_count))
 
 
 @triton.jit
@@ -218,7 +228,7 @@ def _sample_floors_kernel(
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]: the row's maximum, the last kept logit
     kept_total,  # int64 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     stride,
     V,
     SLICES: tl.constexpr,
@@ -235,6 +245,6 @@ def _sample_floors_kernel(
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)
             mass = floor_mass(load_tile(logits + row * stride, column, V), column, record)
             total += lane_sum(mass.to(tl.int32, bitcast=True), TILE)
-        tl.store(part32 + (row * 5 + MASS) * SLICES + s, tl.sum(total))
+        tl.store(part32 + (row * 4 + MASS) * SLICES + s, tl.sum(total))
     else:
-        tl.store(part32 + (row * 5 + MASS) * SLICES + s, 0)
+        tl.store(part32 + (row * 4 + MASS) * SLICES + s, 0)

@@ -48,7 +48,7 @@ MAX_SLICES = 64
 @triton.jit
 def slice_masses(part32, row, SLICES: tl.constexpr, PADDED: tl.constexpr):
     """int64 [PADDED] sums of the floored masses of every slice."""
-    return load_slices(part32, row, MASS, 5, SLICES, PADDED).to(tl.int64) & 0xFFFFFFFF
+    return load_slices(part32, row, MASS, 4, SLICES, PADDED).to(tl.int64) & 0xFFFFFFFF
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _sample_draw_kernel(
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
     kept_total,  # int64 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     tokens,  # int64 [B]
     stride,
     V,
@@ -114,7 +114,7 @@ def _token_masses_kernel(
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
     kept_total,  # int64 [B]
-    part32,  # int32 [B, 5, SLICES]
+    part32,  # int32 [B, 4, SLICES]
     masses,  # int64 [B, V]
     stride,
     V,
@@ -137,8 +137,8 @@ def _sample_tiles(rows: int, columns: int) -> tuple[int, int, int, int]:
     block = 2048 if rows <= 8 else 4096
     block = max(block, triton.next_power_of_2(triton.cdiv(columns, MAX_SLICES)))
     block = min(block, triton.next_power_of_2(columns))
-    tile = min(block, 1024)
-    return block, max(min(block // 512, 16), 1), tile, max(tile // 256, 1)
+    tile = min(block, 512)
+    return block, max(min(block // 512, 16), 1), tile, max(tile // 128, 1)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RowMasses:
 
     filters: tuple[Tensor, Tensor]  # temperature and min_p, fp32 [B]
     records: tuple[Tensor, ...]  # record32 [B, 4], record_x [B, 2], kept_total [B]
-    part32: Tensor  # int32 [B, 5, SLICES]
+    part32: Tensor  # int32 [B, 4, SLICES]
     sizes: dict[str, int]  # SLICES, PADDED, BLOCK
     tile: int
     warps: int
@@ -182,7 +182,7 @@ def row_masses(
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
     maxima, estimates = empty(slices, dtype=torch.float32), empty(slices, dtype=torch.float32)
-    part32, part64 = empty(5, slices), empty(3, slices, dtype=torch.int64)
+    part32, part64 = empty(4, slices), empty(3, slices, dtype=torch.int64)
     bins, ranges, counters = empty(slices, BINS.value), empty(4), empty()
     fine = (empty(FINE.value, dtype=torch.int64), empty(FINE.value))
     found = (empty(MEMBERS.value, dtype=torch.float32), empty(MEMBERS.value))
@@ -201,12 +201,16 @@ def row_masses(
         bins, ranges, *records[:2], *sized, PURPOSE=purpose, DRAWS=keys is not None,
         RATIO=block // sample_size, **sizes, **whole,
     )  # fmt: skip
-    _sample_weights_kernel[grid](
-        logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, slices, block,
-        **tiled,
-    )  # fmt: skip
+    for cuts in (False, True):
+        _sample_weights_kernel[grid](
+            logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, cuts, slices,
+            block, **tiled,
+        )  # fmt: skip
     cut = (temperature, top_k, top_p, part32, part64, *fine, ranges, counters, *found)
-    _sample_collect_kernel[grid](logits, *cut, records[0], *sized, **sizes, **whole)
+    groups = max(slices // 4, 1)
+    _sample_collect_kernel[(rows * groups,)](
+        logits, *cut, records[0], *sized, groups, **sizes, **whole
+    )
     _sample_cut_kernel[(rows,)](
         logits, *cut, *records, *sized, slices, sizes["PADDED"], block, **whole
     )

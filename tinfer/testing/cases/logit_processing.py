@@ -67,7 +67,7 @@ def _unique(g: torch.Generator, rows: int, columns: int, width: int) -> Tensor:
     """int64 [rows, width], unique in a row, with a fill and ids outside the row."""
     ids = torch.rand(rows, columns + 2, generator=g, device=g.device).argsort(-1)[:, :width]
     ids[:, -1:] = -1
-    return ids
+    return ids.contiguous()
 
 
 def _bias(rows: int, columns: int, width: int, bf16: bool = False) -> Callable[..., Arguments]:
