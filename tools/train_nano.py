@@ -163,6 +163,10 @@ def main() -> None:
     lengths = [n for n in (128, 512, 1024, 2048, 4096) if n <= args.longest]
     for name, share in measure.accuracies(model, tokenizer, pieces, lengths, 32).items():
         clock.say(f"{name}: {share:.3f}")
+    quant.use_rounding(False)
+    for name, share in measure.accuracies(model, tokenizer, pieces, lengths[:3], 32).items():
+        clock.say(f"without rounding, {name}: {share:.3f}")
+    quant.use_rounding(True)
     left = args.budget - clock.seconds()
     steps = train_draft(args, model, draft, pieces, clock, max(left - 5, 1))
     clock.say(f"draft: {steps} steps")

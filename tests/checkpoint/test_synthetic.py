@@ -13,10 +13,11 @@ from tinfer.cache import CacheSize
 from tinfer.chat import Tokenizer, render
 from tinfer.checkpoint import expected_tensors, open_checkpoint
 from tinfer.config import ModelConfig
-from tinfer.engine import Engine, Request, SamplingParams
+from tinfer.engine import Engine
 from tinfer.model.build import build_model
 from tinfer.model.engram_hash import compressed_token_map
 from tinfer.registry import use_kernels
+from tinfer.request import Request, SamplingParams
 from tinfer.testing.synthetic import main, shard_header, write_checkpoint
 
 RELEASE = Path(__file__).parents[1] / "data/release/config.json"
