@@ -24,7 +24,7 @@ from tinfer.testing.cases.sampling import logits_of, mixed_parameters, random_bi
 KINDS = ("normal", "ties", "flat", "constant", "peaked", "masked", "huge", "subnormal", "zeros")
 VOCAB = 129280
 # Columns, rows of one batch, share of the pairs.
-SHAPES = ((129280, 16, 0.15), (4096, 256, 0.35), (1000, 256, 0.3), (63, 256, 0.2))
+SHAPES = ((129280, 16, 0.05), (4096, 256, 0.35), (1000, 256, 0.35), (63, 256, 0.25))
 
 
 @dataclass
