@@ -154,7 +154,7 @@ def _gate(name: str, make: Any, real: bool = False, us: float | None = None) -> 
 GATE = [
     _gate("empty", lambda g: gated(g, 0, 4, 64)),
     _gate("one", lambda g: gated(g, 1, 4, 64)),
-    _gate("model", lambda g: gated(g, 63, 4, 96)),
+    _gate("model", lambda g: gated(g, 17, 4, 96)),
     _gate("no_dead", lambda g: gated(g, 9, 2, 160, None)),
     _gate("all_dead", lambda g: gated(g, 5, 4, 64, 1.0)),
     _gate("large", lambda g: gated(g, 9, 4, 64, size=1e15)),
