@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from tinfer.compat.kv_cache import load_kv
 from tinfer.formats import decode_e2m1, decode_ue8m0, unpack_e2m1
 from tinfer.kv_layout import KVLayout, check_cache
+
+ROWS_AT_ONCE = 16  # bounds the products of one step, fp32 [rows, heads, keys]
 
 
 def check_index_logits(
@@ -57,8 +61,19 @@ def _dequantize_queries(q: Tensor, q_s: Tensor) -> Tensor:
 
 
 def _score(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """q fp32 [Hi, D], keys fp32 [n, D], weights fp32 [Hi] -> fp32 [n]."""
-    return (torch.relu(keys @ q.T) * weights).sum(-1)
+    """q fp32 [r, Hi, D], keys fp32 [n, D], weights fp32 [r, Hi] -> fp32 [r, n]."""
+    products = (q.flatten(0, 1) @ keys.T).view(*q.shape[:2], len(keys))
+    return (torch.relu(products) * weights[..., None]).sum(1)
+
+
+def _runs(seq: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of at most `most` neighbouring rows of one sequence; padded rows left out."""
+    start = 0
+    for stop in range(1, len(seq) + 1):
+        if stop == len(seq) or seq[stop] != seq[start] or stop - start == most:
+            if seq[start] >= 0:
+                yield start, stop
+            start = stop
 
 
 def _keys(ids: Tensor, row: Tensor, cache: Tensor, layout: KVLayout, page_size: int) -> Tensor:
@@ -99,17 +114,16 @@ def index_logits(
     check_index_logits("index_logits", q, q_s, weights, cache, layout, block_table, seq, visible)
     out = torch.full((len(q), max_visible), float("-inf"), device=q.device)
     queries = _dequantize_queries(q, q_s)
-    seen = torch.where(seq >= 0, visible.clamp(0, max_visible), 0).tolist()
-    table, size = block_table.long(), layout.page_size
-    loaded: tuple[int, Tensor] | None = None  # keys of the last sequence: rows are contiguous
-    for t, (s, n) in enumerate(zip(seq.tolist(), seen, strict=True)):
-        if n == 0:
+    visible, table = visible.clamp(0, max_visible), block_table.long()
+    columns = torch.arange(max_visible, device=q.device)
+    for start, stop in _runs(seq.tolist(), ROWS_AT_ONCE):
+        seen = visible[start:stop, None]
+        most = int(seen.max())
+        if most == 0:
             continue
-        if loaded is None or loaded[0] != s or len(loaded[1]) < n:
-            most = max(m for m, other in zip(seen, seq.tolist(), strict=True) if other == s)
-            ids = torch.arange(most, device=q.device)
-            loaded = (s, _keys(ids, table[s], cache, layout, size))
-        out[t, :n] = _score(queries[t], loaded[1][:n], weights[t])
+        keys = _keys(columns[:most], table[seq[start]], cache, layout, layout.page_size)
+        scores = _score(queries[start:stop], keys, weights[start:stop])
+        out[start:stop, :most] = scores.masked_fill(columns[:most] >= seen, float("-inf"))
     return out
 
 
@@ -161,5 +175,5 @@ def index_logits_blocks(
         ids = keys[t, valid[t]]
         if len(ids):
             rows = _keys(ids, table[s], cache, layout, layout.page_size)
-            out[t, valid[t]] = _score(queries[t], rows, weights[t])
+            out[t, valid[t]] = _score(queries[t : t + 1], rows, weights[t : t + 1])[0]
     return out

@@ -152,13 +152,14 @@ def _compress_pool_tiles(tokens: int, dim: int) -> list[tuple[bool, bool, int, i
 
     One launch: the slices of channels are all the parallelism there is, so they are narrow
     (32 x 32 and 64 x 32 tiles do not compile with Triton 3.6).
-    Saving scans all rows for the few it keeps, so its tiles are tall.
+    Saving scans all rows for the few it keeps, so its tiles are tall. H200, 8192 x 512: pooling
+    takes 26 us with 2 x 512 tiles, 35 with 4 x 512 or 8 x 256, 41 with 16 x 128.
     """
     channels = triton.next_power_of_2(dim)
     if tokens <= ONE_LAUNCH_TOKENS:
         return [(True, True, 32, min(16, channels))]
     wide = min(512, channels)
-    return [(True, False, max(1, 2048 // wide), wide), (False, True, 64, min(32, channels))]
+    return [(True, False, max(1, 1024 // wide), wide), (False, True, 64, min(32, channels))]
 
 
 def supports_compress_pool(

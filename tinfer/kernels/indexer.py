@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import indexer as ref
-from tinfer.kernels._index_keys import RESCALE, operand, scale_pairs, unusable
+from tinfer.kernels._index_keys import RESCALE, operand, unusable
 from tinfer.kernels._jit import _dot, e2m1_decode, nibbles_unpack, to_bf16, ue8m0_decode
 from tinfer.kernels._kv_rows import load_tile
 from tinfer.kernels._target import Target, target
@@ -39,7 +39,7 @@ def _query_operands(
     HEADS: tl.constexpr, HEADS_P: tl.constexpr, COLUMNS: tl.constexpr,
     DIM: tl.constexpr, DP: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """(four operands [channels, COLUMNS], weights fp32 [COLUMNS]) of the tokens from `first` on."""
+    """(bf16 [channels, COLUMNS], half the weights fp32 [COLUMNS]) of the tokens from `first` on."""
     column = tl.arange(0, COLUMNS)
     token, head = (first + column // HEADS_P).to(tl.int64), column % HEADS_P
     live = (token < tokens) & (head < HEADS)
@@ -48,13 +48,10 @@ def _query_operands(
     if FAST:
         at = q_ptr + row[:, None] * 16 + tl.arange(0, 16)[None, :]
         word = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
-        scale = tl.load(q_scale_ptr + row, mask=live, other=0).to(tl.uint32, bitcast=True)
+        at = q_scale_ptr + row[:, None] * 4 + tl.arange(0, 4)[None, :]
+        scale = tl.load(at, mask=live[:, None], other=0)
         weight = tl.where(unusable(scale), float("nan"), weight * RESCALE)
-        factor = scale_pairs(scale)
-        q0 = tl.trans(operand(word, factor, 0, PACKED))
-        q1 = tl.trans(operand(word, factor, 1, PACKED))
-        q2 = tl.trans(operand(word, factor, 2, PACKED))
-        q3 = tl.trans(operand(word, factor, 3, PACKED))
+        queries = operand(word, scale, COLUMNS, PACKED)
     else:
         byte, group = tl.arange(0, DP // 2), tl.arange(0, DP // 32)
         at = q_ptr + row[:, None] * (DIM // 2) + byte[None, :]
@@ -63,44 +60,64 @@ def _query_operands(
         scale = tl.load(at, mask=live[:, None] & (group < DIM // 32)[None, :], other=0)
         value = tl.reshape(e2m1_decode(nibbles_unpack(packed)), [COLUMNS, DP // 32, 32])
         value = tl.reshape(value * ue8m0_decode(scale)[:, :, None], [COLUMNS, DP])
-        q0 = tl.trans(to_bf16(value))
-        q1, q2, q3 = q0, q0, q0
-    return q0, q1, q2, q3, weight
+        queries = to_bf16(value)
+    return tl.trans(queries), 0.5 * weight  # 2 relu(x) = x + |x|
+
+
+@triton.jit
+def _page(table_ptr, key, seen):
+    """int64 pages of the `seen` keys, 0 elsewhere, from the block table as 16-bit halves.
+
+    Triton's pipeliner gives a load that other loads depend on a stage of its own, which leaves
+    the keys one buffer and no time to arrive. It does not pipeline loads below 32 bits.
+    """
+    low = tl.load(table_ptr + 2 * key, mask=seen, other=0).to(tl.uint16, bitcast=True)
+    high = tl.load(table_ptr + 2 * key + 1, mask=seen, other=0)
+    return (high.to(tl.int64) << 16) | low.to(tl.int64)
+
+
+@triton.jit
+def _pages(table_ptr, first, bound, KEYS: tl.constexpr, PAGE: tl.constexpr):
+    """int64 [KEYS]: pages of the keys from `first`, a multiple of KEYS, on; 0 from `bound` on."""
+    lane = tl.arange(0, KEYS)
+    if PAGE % KEYS == 0:
+        page = tl.zeros([KEYS], tl.int64) + _page(table_ptr, first // PAGE, first < bound)
+    elif 2 * PAGE == KEYS:
+        page0 = _page(table_ptr, first // PAGE, first < bound)
+        page1 = _page(table_ptr, first // PAGE + 1, first + PAGE < bound)
+        page = tl.where(lane < PAGE, page0, page1)
+    else:
+        page = _page(table_ptr, (first + lane) // PAGE, first + lane < bound)
+    return page
 
 
 @triton.jit
 def _score_tile(
-    cache_ptr, table_ptr, page_stride, key, seen, q0, q1, q2, q3, weight,
+    cache_ptr, words_ptr, page_stride, page, key, seen, queries, weight,
     KEYS: tl.constexpr, TOKENS: tl.constexpr, HEADS_P: tl.constexpr,
     DIM: tl.constexpr, DP: tl.constexpr,
     VALUE: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
     DATA_STRIDE: tl.constexpr, SCALE_BASE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     FAST: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [KEYS, TOKENS]: scores of the keys numbered `key` in the sequence of `table_ptr`."""
-    page = tl.load(table_ptr + key // PAGE, mask=seen, other=0).to(tl.int64)
-    acc = tl.zeros([KEYS, TOKENS * HEADS_P], tl.float32)
-    if FAST:  # cache_ptr and all strides count 32-bit words
+    """fp32 [KEYS, TOKENS]: scores of the keys numbered `key`, in the pages int64 [KEYS]."""
+    if FAST:
         base = page * page_stride
         at = cache_ptr + base + SCALE_BASE + key % PAGE * SCALE_STRIDE
-        scale = tl.load(at, mask=seen, other=0).to(tl.uint32, bitcast=True)
-        at = cache_ptr + base + key % PAGE * DATA_STRIDE
+        at = at[:, None] + tl.arange(0, 4)[None, :]
+        scale = tl.load(at, mask=seen[:, None], other=0)
+        at = words_ptr + base // 4 + key % PAGE * (DATA_STRIDE // 4)
         at = at[:, None] + tl.arange(0, 16)[None, :]
         word = tl.load(at, mask=seen[:, None], other=0).to(tl.uint32, bitcast=True)
-        factor = scale_pairs(scale)
-        acc = _dot(operand(word, factor, 0, PACKED), q0, acc)
-        acc = _dot(operand(word, factor, 1, PACKED), q1, acc)
-        acc = _dot(operand(word, factor, 2, PACKED), q2, acc)
-        acc = _dot(operand(word, factor, 3, PACKED), q3, acc)
+        keys = operand(word, scale, KEYS, PACKED)
     else:
         slot = tl.where(seen, page * PAGE + key % PAGE, -1)
         keys = load_tile(
             slot, cache_ptr, page_stride, KEYS, DIM, DP,
             VALUE, GROUP, SCALE, PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE,
         )  # fmt: skip
-        acc = _dot(keys, q0, acc)
-    relu = tl.maximum(acc, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    weighted = tl.reshape(relu * weight[None, :], [KEYS, TOKENS, HEADS_P])
+    acc = _dot(keys, queries, tl.zeros([KEYS, TOKENS * HEADS_P], tl.float32))
+    weighted = tl.reshape((acc + tl.abs(acc)) * weight[None, :], [KEYS, TOKENS, HEADS_P])
     scores = tl.sum(weighted, axis=2)
     if FAST:
         scores = tl.where(unusable(scale)[:, None], float("nan"), scores)
@@ -110,10 +127,11 @@ def _score_tile(
 @triton.jit(do_not_specialize=["tokens", "columns", "tiles", "splits", "span"])
 def _index_logits_kernel(
     q_ptr,  # uint8 [T, HEADS, DIM / 2], or int32 words if FAST
-    q_scale_ptr,  # uint8 [T, HEADS, DIM / 32], or int32 words if FAST
+    q_scale_ptr,  # uint8 [T, HEADS, DIM / 32]
     weights_ptr,  # fp32 [T, HEADS]
-    cache_ptr,  # uint8 pages, or int32 words if FAST
-    table_ptr,  # int32 [S, nblk]
+    cache_ptr,  # uint8 pages, or bf16 pages for bf16 rows
+    words_ptr,  # the same as int32 words if FAST, else None
+    table_ptr,  # int32 [S, nblk] as int16 [S, 2 * nblk]
     seq_ptr,  # int64 [T]
     visible_ptr,  # int32 [T]
     blocks_ptr,  # int32 [T, nb] or None
@@ -154,7 +172,7 @@ def _index_logits_kernel(
         seq = tl.load(seq_ptr + row, mask=row < tokens, other=-1)
         visible = tl.load(visible_ptr + row, mask=seq >= 0, other=0)
         out_row = out_ptr + row[None, :] * out_stride
-        q0, q1, q2, q3, weight = _query_operands(
+        queries, weight = _query_operands(
             q_ptr, q_scale_ptr, weights_ptr, token, tokens,
             HEADS, HEADS_P, TOKENS * HEADS_P, DIM, DP, FAST, PACKED,
         )  # fmt: skip
@@ -175,11 +193,13 @@ def _index_logits_kernel(
                     block = tl.load(block_at + column // BLOCK_SIZE, mask=inside, other=-1)
                     key = block * BLOCK_SIZE + column % BLOCK_SIZE
                     seen = (block >= 0) & (key < most)
+                    page = _page(table, key // PAGE, seen)
                 else:
                     key = column
                     seen = key < bound
+                    page = _pages(table, at, bound, KEYS, PAGE)
                 scores = _score_tile(
-                    cache_ptr, table, page_stride, key, seen, q0, q1, q2, q3, weight,
+                    cache_ptr, words_ptr, page_stride, page, key, seen, queries, weight,
                     KEYS, TOKENS, HEADS_P, DIM, DP, VALUE, GROUP, SCALE, PAGE,
                     DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, FAST, PACKED,
                 )  # fmt: skip
@@ -197,13 +217,20 @@ def _index_logits_kernel(
 
 
 # ---------------------------------------------------------------- launching
-def _index_tiles(tokens: int, sequences: int, heads: int, alone: bool) -> dict[str, int]:
-    """TOKENS, KEYS, STAGES, num_warps. Many tokens a sequence share decoded keys."""
+def _index_tiles(
+    tokens: int, sequences: int, heads: int, alone: bool, on: Target
+) -> dict[str, int]:
+    """TOKENS, KEYS, STAGES, num_warps and, on CUDA, maxnreg.
+
+    Many tokens a sequence share decoded keys. One token: 128 registers let four programs share
+    a multiprocessor without spilling.
+    """
     most = 1 if alone else max(1, min(tokens // max(sequences, 1), 128 // heads))
     together = 1 << (most.bit_length() - 1)
-    if together * heads <= 64:
-        return {"TOKENS": together, "KEYS": 128, "STAGES": 3, "num_warps": 4}
-    return {"TOKENS": together, "KEYS": 128, "STAGES": 2, "num_warps": 8}
+    tile = {"TOKENS": together, "KEYS": 128, "STAGES": 3, "num_warps": 4}
+    if on.backend == "cuda" and together * heads <= 64:
+        tile["maxnreg"] = 128
+    return tile
 
 
 def _splits(tiles: int, columns: int, keys: int, processors: int) -> tuple[int, int]:
@@ -226,17 +253,17 @@ def _is_fast(cache: Tensor, layout: KVLayout) -> bool:
 
 
 def _arguments(
-    q: Tensor, q_s: Tensor, cache: Tensor, layout: KVLayout, on: Target
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """(q, q_s, cache) as the kernel reads them, and the constexprs of layout and format."""
+    q: Tensor, cache: Tensor, layout: KVLayout, on: Target
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, Any]]:
+    """(q, cache, cache as words) as the kernel reads them, and the constexprs of the format."""
     fast = _is_fast(cache, layout)
-    unit = 4 if fast else 2 if layout.value == "bf16" else 1
+    words, unit = None, 1
     if fast:
-        q, q_s, cache = (x.view(torch.int32) for x in (q.contiguous(), q_s.contiguous(), cache))
+        q, words = q.contiguous().view(torch.int32), cache.view(torch.int32)
     elif layout.value == "bf16":
-        cache = cache.view(torch.bfloat16)
+        cache, unit = cache.view(torch.bfloat16), 2
     data_stride, scale_base, scale_stride = layout.triple
-    return q.contiguous(), q_s.contiguous(), cache, {
+    return (q.contiguous(), cache, words), {
         "DIM": layout.dim,
         "DP": triton.next_power_of_2(layout.dim),
         "VALUE": layout.value,
@@ -271,16 +298,18 @@ def _launch(
         return out
     on = target(q.device)
     heads_p = max(16, triton.next_power_of_2(heads))
-    tile = _index_tiles(tokens, len(block_table), heads_p, blocks is not None)
+    tile = _index_tiles(tokens, len(block_table), heads_p, blocks is not None, on)
     tiles = triton.cdiv(tokens, tile["TOKENS"])
     splits, span = _splits(tiles, columns, tile["KEYS"], on.processors)
-    q, q_s, pages, fixed = _arguments(q, q_s, cache, layout, on)
+    halves = block_table.view(torch.int16)
+    (q, pages, words), fixed = _arguments(q, cache, layout, on)
     _index_logits_kernel[(min(tiles * splits, MAX_PROGRAMS),)](
         q,
-        q_s,
+        q_s.contiguous(),
         weights.contiguous(),
         pages,
-        block_table,
+        words,
+        halves,
         seq.contiguous(),
         visible.contiguous(),
         blocks,
@@ -290,7 +319,7 @@ def _launch(
         tiles,
         splits,
         span,
-        block_table.stride(0),
+        halves.stride(0),
         pages.stride(0),
         0 if blocks is None else blocks.stride(0),
         out.stride(0),

@@ -180,14 +180,13 @@ def _restore_candidates_kernel(
 
 # ---------------------------------------------------------------- launching
 def _topk_tiles(rows: int, columns: int, processors: int) -> tuple[int, int]:
-    """(block, warps) of one pass: a program's scores in registers.
+    """(block, warps) of one pass: a program's scores in registers, 128 or 64 a thread.
 
-    H200, k 512: [64, 131072] takes 58 us with (8192, 4), 65 with (16384, 8), 79 with (8192, 8);
-    [4096, 16384] takes 243 us with (16384, 4), 311 with (16384, 8), 325 with (8192, 4). A single
-    long row is latency-bound and prefers the smaller block.
+    H200, k 512: [4096, 16384] takes 243 us with (16384, 4), 311 with (16384, 8), 325 with
+    (8192, 4), 506 with (8192, 8). Few programs are latency-bound and prefer the smaller block.
     """
-    one_pass = columns <= 16384 and rows >= processors
-    block = min(16384 if one_pass else 8192, max(256, triton.next_power_of_2(columns)))
+    many = rows * triton.cdiv(columns, 16384) >= 2 * processors
+    block = min(16384 if many else 8192, max(256, triton.next_power_of_2(columns)))
     return block, 4 if block > 1024 else 2
 
 
