@@ -73,7 +73,7 @@ CASES = [
     _case("one", lambda g: routed(g, 1)),
     _case("model", lambda g: routed(g, 33, 6, 3)),
     _case("draft", lambda g: routed(g, 15, 128, 3, image=False)),
-    _case("release", lambda g: routed(g, 63)),
+    _case("release", lambda g: routed(g, 13)),
     _case("top1", lambda g: routed(g, 9, 4, 1)),
     _case("all", lambda g: routed(g, 5, 8, 8)),
     _case("large_bias", lambda g: routed(g, 17, 384, 6, bias=10.0)),
