@@ -2,14 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-DEMO ?= demo-checkpoint
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(os.cpu_count() or 1, 8)))')
 
 .PHONY: demo test lint clean
 
 demo: $(VENV)/demo.stamp
-	test -f $(DEMO)/config.json || $(BIN)/python -m tinfer.testing.synthetic $(DEMO)
-	$(BIN)/python -m tinfer.generate --model $(DEMO) --prompt "中国的首都是哪里？" --max-new-tokens 32 --report-kernels
+	$(BIN)/python -m tinfer.generate --prompt "中国的首都是哪里？" --temperature 0 --report-kernels
 
 test: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -35,4 +33,4 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from tinfer.runtime import NANO
+
 DEFAULT_NEW_TOKENS = 200
 
 
@@ -33,7 +35,7 @@ def _bias(text: str) -> tuple[tuple[int, float], ...]:
 
 def make_parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m tinfer.generate", description="Prompts in, tokens out.")
-    p.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    p.add_argument("--model", type=Path, default=NANO, help="default: the small one inside")
     what = p.add_argument_group("what to continue")
     what.add_argument("--prompt", action="append", default=[], help="a user message; repeatable")
     what.add_argument(

@@ -1,5 +1,6 @@
 """`python -m tinfer.generate`: prompts in, tokens out.
 
+python -m tinfer.generate --prompt "…"                  (the small model inside the package)
 python -m tinfer.generate --model DIR --prompt "…"
 python -m tinfer.generate --model DIR --ids 0,128803,17607 --temperature 0 --output json
 python -m tinfer.generate --model DIR --interactive

@@ -24,6 +24,7 @@ from tinfer.request import Request
 
 EOS = "<｜end▁of▁sentence｜>"
 UNLIMITED = 1 << 20  # positions, where the config names no context length
+NANO = Path(__file__).parent / "assets/nano"  # the checkpoint inside the package
 
 
 @dataclass(frozen=True)
