@@ -67,13 +67,40 @@ def test_tp_01_sa_18_portable_grids(case: Case) -> None:
 def test_programs_loop_over_what_the_grid_lacks(
     op: str, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinfer.kernels import hyper_connection, hyper_connection_mix
+    from tinfer.kernels import _hc_enter, hyper_connection, hyper_connection_mix
 
-    for module in (hyper_connection, hyper_connection_mix):
+    for module in (_hc_enter, hyper_connection, hyper_connection_mix):
         monkeypatch.setattr(module, "MAX_PROGRAMS", 2)
-    case = next(c for c in cases(op) if c.name == "5x2x160")
+    name = "129x4x96" if op == "hc_split" else "5x2x160"
+    case = next(c for c in cases(op) if c.name == name)
     assert [launch.programs for launch in launches_of(case)] == [2]
     check_parity(case, seed, device, monkeypatch)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["5x2x160", "5x4x96_special"])
+@pytest.mark.parametrize("op", ["hc_mix", "hc_pre", "hc_boundary"])
+def test_the_way_of_many_tokens(
+    op: str, name: str, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinfer.kernels import hyper_connection_mix
+
+    case = next(c for c in cases(op) if c.name == name)
+    few = [launch.name for launch in launches_of(case)]
+    monkeypatch.setattr(hyper_connection_mix, "FEW_TOKENS", 2)
+    assert "_hc_partial_kernel" in few
+    assert "_hc_dots_kernel" in [launch.name for launch in launches_of(case)]
+    check_parity(case, seed, device, monkeypatch)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("op", ["hc_mix", "hc_boundary"])
+def test_the_same_call_gives_the_same_bits(op: str, seed: int, device: str) -> None:
+    a = next(c for c in cases(op) if c.name == "3x4x96").arguments(seed, device)
+    with use_kernels("triton"):
+        first, second = getattr(ops, op)(**a), getattr(ops, op)(**a)
+    for one, other in zip(first, second, strict=True):
+        assert_exact(one, other)
 
 
 # ---------------------------------------------------------------- golden vectors

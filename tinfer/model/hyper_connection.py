@@ -44,10 +44,17 @@ class HyperConnection:
 
     def enter(self, stream: Tensor, pre: Tensor) -> tuple[Tensor, Mix]:
         """The sublayer's input from the stream and the carried `pre`, and its coefficients."""
-        mix = ops.hc_mix(
-            stream, self.fn, self.scale, self.base, self.norm_eps, self.hc_eps, self.iters
+        x, *mix = ops.hc_pre(
+            stream,
+            pre,
+            self.fn,
+            self.scale,
+            self.base,
+            self.norm,
+            self.norm_eps,
+            self.hc_eps,
+            self.iters,
         )
-        x = ops.hc_collapse_norm(stream, pre, self.norm, self.norm_eps)
         return x, Mix(*mix)
 
     def leave_and_enter(self, y: Tensor, stream: Tensor, mix: Mix) -> tuple[Tensor, Tensor, Mix]:
