@@ -101,6 +101,15 @@ def use_kernels(spec: str, strict: bool = False) -> Iterator[None]:
         _policy.reset(token)
 
 
+def _on_host(arguments: tuple[Any, ...]) -> str | None:
+    """Why no kernel can run: all tensors are in host memory, and nothing is interpreted."""
+    devices = [x.device.type for x in arguments if hasattr(x, "data_ptr")]
+    if not devices or any(d != "cpu" for d in devices):
+        return None
+    interpreted = importlib.import_module("tinfer.kernels._jit").INTERPRET.value
+    return None if interpreted else "its tensors are in host memory"
+
+
 class Op(Generic[P, R]):
     """One op: a torch reference that defines it, and the Triton kernel that replaces it.
 
@@ -146,7 +155,7 @@ class Op(Generic[P, R]):
             if e.name != "triton":
                 raise
             return "triton is not installed"
-        return supports(*args, **kwargs)
+        return _on_host((*args, *kwargs.values())) or supports(*args, **kwargs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         policy = current_policy()
