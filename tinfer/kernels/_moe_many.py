@@ -103,7 +103,6 @@ def _store_activated(
     TOPK: tl.constexpr,
     LIMIT: tl.constexpr,
     FMT: tl.constexpr,
-    NATIVE: tl.constexpr,
 ):
     INNERS: tl.constexpr = total.shape[0] // 2
     N: tl.constexpr = total.shape[1]
@@ -113,7 +112,7 @@ def _store_activated(
     weight = tl.load(weights + token * TOPK + slot, mask=at < rows, other=0.0)
     gate, up = tl.split(tl.permute(tl.reshape(total, (2, INNERS, N)), (1, 2, 0)))
     y = activate(gate, up, weight[None, :], LIMIT)
-    y = cast_groups(tl.reshape(y, (INNERS // 32, 32, N)), NATIVE)
+    y = cast_groups(tl.reshape(y, (INNERS // 32, 32, N)))
     if FMT == "e2m1":  # column t i h j -> i j t h
         T: tl.constexpr = INNERS // 32
         y = tl.permute(tl.reshape(y, (T, 4, 2, 4, N)), (4, 1, 3, 0, 2))
@@ -152,7 +151,6 @@ def _expert_up_many_kernel(
     N2: tl.constexpr,
     WARPS: tl.constexpr,
     PACKED: tl.constexpr,
-    NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     w_stride = tl.multiple_of(w_stride, 4)
@@ -175,12 +173,12 @@ def _expert_up_many_kernel(
         if rows <= N0:
             _up_tile(
                 x, words, codes, h, pos, rows, pos_to_token, pos_to_slot, weights, D, INNER,
-                TOPK, LIMIT, FMT, N0, 0, WARPS, PACKED, NATIVE, STAGES,
+                TOPK, LIMIT, FMT, N0, 0, WARPS, PACKED, STAGES,
             )  # fmt: skip
         else:
             _up_tile(
                 x, words, codes, h, pos, rows, pos_to_token, pos_to_slot, weights, D, INNER,
-                TOPK, LIMIT, FMT, N1, N2, WARPS, PACKED, NATIVE, STAGES,
+                TOPK, LIMIT, FMT, N1, N2, WARPS, PACKED, STAGES,
             )  # fmt: skip
 
 
@@ -188,7 +186,7 @@ def _expert_up_many_kernel(
 def _up_tile(
     x, words, codes, h, pos, rows, pos_to_token, pos_to_slot, weights, D, INNER,
     TOPK: tl.constexpr, LIMIT: tl.constexpr, FMT: tl.constexpr, N1: tl.constexpr,
-    N2: tl.constexpr, WARPS: tl.constexpr, PACKED: tl.constexpr, NATIVE: tl.constexpr,
+    N2: tl.constexpr, WARPS: tl.constexpr, PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     at, at2 = tl.arange(0, N1), N1 + tl.arange(0, N2 if N2 else 16)
@@ -198,13 +196,11 @@ def _up_tile(
         words, codes, x + token * D, at < rows, x + token2 * D, at2 < rows, D,
         N1, N2, 2, WARPS, FMT, PACKED, STAGES,
     )  # fmt: skip
-    _store_activated(
-        low, h, pos, rows, pos_to_token, pos_to_slot, weights, INNER, TOPK, LIMIT, FMT, NATIVE
-    )
+    _store_activated(low, h, pos, rows, pos_to_token, pos_to_slot, weights, INNER, TOPK, LIMIT, FMT)
     if N2:
         _store_activated(
             high, h, pos + N1, rows - N1, pos_to_token, pos_to_slot, weights, INNER,
-            TOPK, LIMIT, FMT, NATIVE,
+            TOPK, LIMIT, FMT,
         )  # fmt: skip
 
 

@@ -18,8 +18,7 @@ from tinfer.kernels._gemm_stream import streamed
 from tinfer.kernels._gemm_tile import lane_index, token_index
 from tinfer.kernels._jit import (
     absmax,
-    e4m3_decode,
-    e4m3_encode,
+    e4m3_round,
     round_bf16,
     to_bf16,
     ue8m0_decode,
@@ -44,12 +43,14 @@ def activate(gate, up, weight, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def cast_groups(y, NATIVE: tl.constexpr):
-    """fp32 [G, 32, N] -> the fp8 cast of each 32 (axis 1), decoded again; exact in bf16."""
+def cast_groups(y):
+    """fp32 [G, 32, N] -> the fp8 cast of each 32 (axis 1), decoded again; exact in bf16.
+
+    Rounds by integer arithmetic: Triton 3.6 mistreats the bytes of its own conversion here.
+    """
     amax = tl.maximum(absmax(y, 1), AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
     code = ue8m0_encode(amax * INVERSE_MAX)[:, None, :]
-    q = e4m3_encode(y * ue8m0_reciprocal(code), NATIVE)
-    return to_bf16(e4m3_decode(q) * ue8m0_decode(code))
+    return to_bf16(e4m3_round(y * ue8m0_reciprocal(code)) * ue8m0_decode(code))
 
 
 @triton.jit
@@ -88,7 +89,6 @@ def _expert_up_kernel(
     EVEN: tl.constexpr,
     KWIDTH: tl.constexpr,
     PACKED: tl.constexpr,
-    NATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     w_stride = tl.multiple_of(w_stride, 4)
@@ -134,7 +134,7 @@ def _expert_up_kernel(
         slot = tl.load(pos_to_slot + pos, mask=mine, other=0)
         weight = tl.load(weights + token_of * TOPK + slot, mask=mine, other=0.0)
         y = activate(gate, up, weight[None, :], LIMIT)
-        y = tl.reshape(cast_groups(y[None, :, :], NATIVE), (32, TOKENS))
+        y = tl.reshape(cast_groups(y[None, :, :]), (32, TOKENS))
         y = eights_first(y, 32, TOKENS, FMT)
         at = pos.to(tl.int64)[:, None] * INNER + block * 32 + tl.arange(0, 32)[None, :]
         tl.store(h + at, y, mask=mine[:, None])

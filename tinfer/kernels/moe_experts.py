@@ -38,18 +38,17 @@ class Plan:
     capacity: int
     sizes: tuple[int, ...]  # token columns of a tile's products: one, or (N0, N1, N2)
     packed: bool
-    native: bool
 
     @property
     def many(self) -> bool:
         return len(self.sizes) > 1
 
-    def streamed(self, k: int, most: int) -> Options:
-        """Constants of a `_moe_stream` kernel over K columns."""
-        warps = _split(k, BLOCKS[self.fmt], most)
+    def streamed(self, k: int, stages: int) -> Options:
+        """Constants of a `_moe_stream` kernel over K columns: two warps share them if they can."""
+        warps = 2 if k % (2 * BLOCKS[self.fmt]) == 0 else 1
         even = k % (BLOCKS[self.fmt] * warps) == 0
         tile = {"FMT": self.fmt, "TOKENS": self.sizes[0], "W": warps, "EVEN": even, "KWIDTH": 4}
-        return tile | {"PACKED": self.packed, "STAGES": 4, "num_warps": warps}
+        return tile | {"PACKED": self.packed, "STAGES": stages, "num_warps": warps}
 
     def shared(self) -> Options:
         """Constants of a `_moe_many` kernel."""
@@ -61,21 +60,13 @@ class Plan:
 def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Target) -> Plan:
     """By the average number of rows an expert gets."""
     fmt, average = ("e2m1" if fp4 else "e4m3"), routed / experts
-    packed, native = is_packed(device), device.native_e4m3
+    packed = is_packed(device)
     if average > 12 and not (dim % 128 or inner % 128):
-        sizes = (64, 128, 0) if average > 96 else (64, 64, 32) if average > 32 else (16, 32, 0)
-        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed, native)
+        sizes = (64, 128, 0) if average > 96 else (64, 64, 32) if average > 32 else (32, 32, 0)
+        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed)
     tile = 8 if average <= 5 else 16 if average <= 12 else 64
     order = "eights" if fp4 else "natural"
-    return Plan(fmt, order, tile, (tile,), packed, native)
-
-
-def _split(k: int, block: int, most: int) -> int:
-    """Warps that share the K of a tile: the most that leave no warp without a block."""
-    warps = 1
-    while warps < most and k % (2 * warps * block) == 0:
-        warps *= 2
-    return warps
+    return Plan(fmt, order, tile, (tile,), packed)
 
 
 def supports_moe_experts(
@@ -135,7 +126,7 @@ def _up(
     dim, inner, count = x.shape[1], w.shape[1] // 2, tiles.shape[0]
     topk = routing[2].shape[1]
     h = torch.empty(routing[0].numel(), inner, dtype=torch.bfloat16, device=x.device)
-    same = {"TOPK": topk, "LIMIT": limit, "NATIVE": plan.native}
+    same = {"TOPK": topk, "LIMIT": limit}
     if plan.many:
         kernel, columns, constants = _expert_up_many_kernel, 64, plan.shared()
     else:
@@ -156,8 +147,8 @@ def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tenso
     if plan.many:
         kernel, rows, constants = _expert_down_many_kernel, 128, plan.shared() | {"REP": 2}
     else:
-        rows = 64 if dim % 64 == 0 else 32
-        kernel, constants = _expert_down_kernel, plan.streamed(inner, 4) | {"ROWS": rows}
+        kernel, rows = _expert_down_kernel, 32
+        constants = plan.streamed(inner, 3) | {"ROWS": rows}
     items = count * triton.cdiv(dim, rows)
     for first in range(0, items, MAX_PROGRAMS):
         kernel[(min(items - first, MAX_PROGRAMS),)](
