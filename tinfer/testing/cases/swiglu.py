@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -64,7 +65,7 @@ def _bytes(op: str, a: Arguments) -> int:
 
 _PEERS = {24576: Anchor("tile_kernels swiglu_forward_and_per_token_cast per-32", 97.2)}
 _PEERS[96] = Anchor("tile_kernels swiglu_forward_and_per_token_cast per-32", 6.3)
-_SMALL = [
+_SMALL: list[tuple[str, Callable[[Generator], Arguments]]] = [
     ("1x96", partial(_plain, rows=1, width=96)),
     ("0x96", partial(_plain, rows=0, width=96)),
     ("63x32_no_weight", partial(_plain, rows=63, width=32, weighted=False)),
