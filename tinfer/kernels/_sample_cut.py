@@ -2,7 +2,8 @@
 
 A row without a cut only needs its slices' sums added up. Else one program per slice finds the
 fine bin in which the cut lies and collects its slice's candidates of that bin; then one program
-per row ranks them (`_sample_search`).
+per row ranks them (`_sample_search`). Where few candidates are kept all of them are collected, and
+the row is drawn from at once.
 """
 
 from __future__ import annotations
@@ -10,17 +11,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._masses import INFINITY, slope_of, top_k_limit, top_p_threshold, wants_cut
-from tinfer.kernels._sample_search import MEMBERS, NO_ID, bin_keys, bisect, key_of, rank
+from tinfer.kernels._masses import (
+    INFINITY,
+    first_word,
+    slope_of,
+    top_k_limit,
+    top_p_threshold,
+    wants_cut,
+)
+from tinfer.kernels._sample_search import (
+    MEMBERS,
+    NO_ID,
+    bin_keys,
+    bisect,
+    draw_member,
+    key_of,
+    rank,
+)
 from tinfer.kernels._sample_slices import (
     ABOVE,
     ABOVE_COUNT,
     BINS,
     COUNT,
     CUT_ID,
+    DRAWN,
     FINE,
     KEPT,
     MODE,
+    ROW_FIRST,
     SAMPLED,
     TOTAL,
     load_slices,
@@ -32,7 +50,7 @@ from tinfer.kernels._sample_slices import (
 
 @triton.jit
 def _bin_of_cut(fine_weight, fine_count, above_weight, above_count, limit, threshold):
-    """(bin, weight before it, count before it, whether the range missed the cut)."""
+    """(bin, weight before it, count before it, its count, whether the range missed the cut)."""
     b = tl.arange(0, FINE)
     weight, count = tl.load(fine_weight + b), tl.load(fine_count + b)
     weight_to = tl.cumsum(weight) + above_weight
@@ -41,18 +59,19 @@ def _bin_of_cut(fine_weight, fine_count, above_weight, above_count, limit, thres
     wanted = tl.sum((reached == 0).to(tl.int32))
     missed = (wanted == FINE) | (above_count >= limit) | (above_weight > threshold)
     at_bin = b == wanted
-    weight_before = tl.sum(tl.where(at_bin, weight_to - weight, 0))
-    return wanted, weight_before, tl.sum(tl.where(at_bin, count_to - count, 0)), missed
+    before = tl.sum(tl.where(at_bin, weight_to - weight, 0))
+    members = tl.sum(tl.where(at_bin, count, 0))
+    return wanted, before, tl.sum(tl.where(at_bin, count_to - count, 0)), members, missed
 
 
 @triton.jit
 def _bin_edges(place):
-    """(low, high) scaled logits of a fine bin, widened by what rounding can do to `fine_bin`."""
-    range_low, range_high, scale, wanted = place
+    """(low, high) scaled logits of fine bins, widened by what rounding can do to `fine_bin`."""
+    range_low, range_high, scale, wanted, first_bin = place
     slack = (tl.abs(range_high) + BINS) * 1e-6
-    high = range_high - wanted.to(tl.float32) / scale + slack
+    high = range_high - first_bin.to(tl.float32) / scale + slack
     low = range_high - (wanted + 1).to(tl.float32) / scale - slack
-    high = tl.where(wanted == 0, range_high, high)
+    high = tl.where(first_bin == 0, range_high, high)
     return tl.where(wanted == FINE - 1, range_low, low), high
 
 
@@ -91,8 +110,11 @@ def _place_of_cut(
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """((low, high, scale, fine bin), weight before, count before, whether it was missed)."""
-    wanted, weight_before, count_before, missed = _bin_of_cut(
+    """(place, weight before, count before, whether all kept are collected, whether missed).
+
+    The place is that of the fine bin, or of all bins down to it where they hold few candidates.
+    """
+    wanted, weight_before, count_before, members, missed = _bin_of_cut(
         fine_weight + row * FINE,
         fine_count + row * FINE,
         tl.sum(load_slices(part64, row, ABOVE, 3, SLICES, PADDED)),
@@ -101,7 +123,12 @@ def _place_of_cut(
         threshold,
     )
     low, high, scale = range_edges(ranges, row)
-    return (low, high, scale, wanted), weight_before, count_before, missed
+    few = (tl.load(ranges + row * 4 + 1) == 0) & (count_before + members <= MEMBERS)
+    few = few & (missed == 0)
+    first_bin = tl.where(few, 0, wanted)
+    weight_before = tl.where(few, 0, weight_before)
+    count_before = tl.where(few, 0, count_before)
+    return (low, high, scale, wanted, first_bin), weight_before, count_before, few, missed
 
 
 @triton.jit
@@ -133,7 +160,7 @@ def _sample_collect_kernel(
             part32, part64, row, top_k, top_p, V, SLICES, PADDED
         )
         if cuts:
-            place, _weight, _count, missed = _place_of_cut(
+            place, _weight, _count, _few, missed = _place_of_cut(
                 part32, part64, fine_weight, fine_count, ranges, row, limit, threshold,
                 SLICES, PADDED,
             )  # fmt: skip
@@ -153,6 +180,9 @@ def _sample_cut_kernel(
     temperature,  # fp32 [B]
     top_k,  # int32 [B]
     top_p,  # fp32 [B]
+    seeds,  # int64 [B]
+    positions,  # int64 [B]
+    tokens,  # int64 [B]
     part32,  # int32 [B, 4, SLICES]
     part64,  # int64 [B, 3, SLICES]
     fine_weight,  # int64 [B, FINE]
@@ -166,6 +196,8 @@ def _sample_cut_kernel(
     kept_total,  # int64 [B]
     stride,
     V,
+    PURPOSE: tl.constexpr,
+    DRAWS: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -179,7 +211,7 @@ def _sample_cut_kernel(
         if cuts:
             source, top = logits + row * stride, tl.load(record_x + row * 2)
             slope = slope_of(tl.load(temperature + row))
-            place, weight_before, count_before, missed = _place_of_cut(
+            place, weight_before, count_before, few, missed = _place_of_cut(
                 part32, part64, fine_weight, fine_count, ranges, row, limit, threshold,
                 SLICES, PADDED,
             )  # fmt: skip
@@ -201,6 +233,23 @@ def _sample_cut_kernel(
                     limit,
                     threshold,
                 )
+                if DRAWS:  # noqa: SIM102  one is known when compiling
+                    if few:
+                        word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
+                        token = draw_member(
+                            member_x + row * MEMBERS,
+                            member_id + row * MEMBERS,
+                            n,
+                            cut,
+                            cut_id,
+                            top,
+                            slope,
+                            kept,
+                            tl.load(record32 + row * 4 + ROW_FIRST),
+                            word & 0x7FFFFFFF,
+                        )
+                        tl.store(tokens + row, token.to(tl.int64))
+                        tl.store(record32 + row * 4 + MODE, DRAWN)
             else:
                 first, last = bin_keys(source, V, slope, place, TILE)
             if first <= last:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._masses import INFINITY, weight_q31
+from tinfer.kernels._masses import INFINITY, divide, reciprocal, weight_q31
 from tinfer.kernels._sample_slices import fine_bin, load_tile, scaled
 
 MEMBERS = tl.constexpr(128)  # candidates of one fine bin that are ranked pairwise
@@ -35,15 +35,16 @@ def _comes_before(x, i, y, j):
 
 @triton.jit
 def _is_in_bin(x, slope, place):
-    """Whether logits fall into one fine bin; `place` is (low, high, scale, bin)."""
-    low, high, scale, wanted = place
+    """Whether logits fall into some fine bins; `place` is (low, high, scale, bin, first bin)."""
+    low, high, scale, wanted, first_bin = place
     t = scaled(x, slope)
-    return (t >= low) & (t < high) & (fine_bin(t, high, scale) == wanted)
+    at = fine_bin(t, high, scale)
+    return (t >= low) & (t < high) & (at >= first_bin) & (at <= wanted)
 
 
 @triton.jit
 def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, threshold):
-    """(cut logit, cut id, kept weight) among the collected candidates of one fine bin."""
+    """(cut logit, cut id, kept weight) among the collected candidates of some fine bins."""
     i = tl.arange(0, MEMBERS)
     x = tl.load(x_in + i, mask=i < n, other=-INFINITY)
     ids = tl.load(id_in + i, mask=i < n, other=NO_ID)
@@ -68,8 +69,35 @@ def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, 
 
 
 @triton.jit
+def _member_masses(x, ids, live, cut, cut_id, top, slope, total, first, rest):
+    """int64 masses of collected candidates, `rest` more for the first one."""
+    keep = live & ((x > cut) | ((x == cut) & (ids <= cut_id)))
+    w = tl.where(keep, weight_q31(x, top, slope), 0)
+    mass = divide(w, total, reciprocal(total)).to(tl.int64)
+    return mass + tl.where(keep & (ids == first), rest, 0)
+
+
+@triton.jit
+def draw_member(x_in, id_in, n, cut, cut_id, top, slope, total, first, target):
+    """The token drawn from a row all of whose kept candidates are collected."""
+    i = tl.arange(0, MEMBERS)
+    x = tl.load(x_in + i, mask=i < n, other=-INFINITY)
+    ids = tl.load(id_in + i, mask=i < n, other=NO_ID)
+    mass = _member_masses(x, ids, i < n, cut, cut_id, top, slope, total, first, 0)
+    rest = 2147483648 - tl.sum(mass)
+    upto = tl.zeros([MEMBERS], tl.int64)
+    for start in range(0, n, STEP):
+        j = start + tl.arange(0, STEP)
+        xj = tl.load(x_in + j, mask=j < n, other=-INFINITY)
+        idj = tl.load(id_in + j, mask=j < n, other=NO_ID)
+        mj = _member_masses(xj, idj, j < n, cut, cut_id, top, slope, total, first, rest)
+        upto += tl.sum(tl.where(idj[None, :] <= ids[:, None], mj[None, :], 0), axis=1)
+    return tl.min(tl.where((i < n) & (upto > target), ids, NO_ID))
+
+
+@triton.jit
 def bin_keys(source, V, slope, place, TILE: tl.constexpr):
-    """(least, greatest) key of the candidates of one fine bin, which has some."""
+    """(least, greatest) key of the candidates of some fine bins, which hold some."""
     least, greatest = tl.full([TILE], NO_ID, tl.int32), tl.full([TILE], -NO_ID, tl.int32)
     for start in range(0, V, TILE):
         column = start + tl.arange(0, TILE)

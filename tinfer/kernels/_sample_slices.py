@@ -161,7 +161,9 @@ def _sample_weights_kernel(
         above_count = count
         if CUTS:
             low, high, scale = range_edges(ranges, row)
-            counts, weighs = top_k_limit(k, V) < NO_LIMIT, share_24(p) < 16777216
+            # Counts are for top-k, and for seeing that few candidates are kept.
+            counts = (top_k_limit(k, V) < NO_LIMIT) | (tl.load(ranges + row * 4 + 1) == 0)
+            weighs = share_24(p) < 16777216
         for i in range(BLOCK // TILE):
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)
             x = load_tile(logits + row * stride, column, V)

@@ -175,7 +175,7 @@ def row_masses(
     """
     rows, columns = logits.shape
     block, warps, tile, tile_warps = _sample_tiles(rows, columns)
-    slices, sample_size = triton.cdiv(columns, block), max(block // 4, 1)
+    slices, sample_size = triton.cdiv(columns, block), max(block // 8, 1)
     sizes = {"SLICES": slices, "PADDED": triton.next_power_of_2(slices), "BLOCK": block}
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -206,14 +206,16 @@ def row_masses(
             logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, cuts, slices,
             block, **tiled,
         )  # fmt: skip
-    cut = (temperature, top_k, top_p, part32, part64, *fine, ranges, counters, *found)
+    cut = (part32, part64, *fine, ranges, counters, *found)
     groups = max(slices // 4, 1)
     _sample_collect_kernel[(rows * groups,)](
-        logits, *cut, records[0], *sized, groups, **sizes, **whole
+        logits, *filters[:3], *cut, records[0], *sized, groups, **sizes, **whole
     )
     _sample_cut_kernel[(rows,)](
-        logits, *cut, *records, *sized, slices, sizes["PADDED"], block, **whole
-    )
+        logits, *filters[:3], seeds, positions, out[0] if out else logits, *cut, *records, *sized,
+        PURPOSE=purpose, DRAWS=keys is not None, SLICES=slices, PADDED=sizes["PADDED"],
+        TILE=block, **whole,
+    )  # fmt: skip
     _sample_floors_kernel[grid](
         logits, temperature, min_p, *records, part32, *sized, slices, block, **tiled
     )
