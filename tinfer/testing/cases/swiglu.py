@@ -63,8 +63,8 @@ def _bytes(op: str, a: Arguments) -> int:
     return rows * (width * 4 + written + (0 if a["weights"] is None else 4))
 
 
-_PEERS = {24576: Anchor("tile_kernels swiglu_forward_and_per_token_cast per-32", 97.2)}
-_PEERS[96] = Anchor("tile_kernels swiglu_forward_and_per_token_cast per-32", 6.3)
+_PEER = "tile_kernels swiglu_forward_and_per_token_cast per-32"
+_PEERS = {24576: Anchor(_PEER, 97.2), 96: Anchor(_PEER, 6.3)}
 _SMALL: list[tuple[str, Callable[[Generator], Arguments]]] = [
     ("1x96", partial(_plain, rows=1, width=96)),
     ("0x96", partial(_plain, rows=0, width=96)),
