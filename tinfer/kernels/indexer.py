@@ -227,8 +227,10 @@ def _index_tiles(
     """
     most = 1 if alone else max(1, min(tokens // max(sequences, 1), 128 // heads))
     together = 1 << (most.bit_length() - 1)
+    if together * heads > 64:  # one tile of keys is a longer time than a load takes
+        return {"TOKENS": together, "KEYS": 128, "STAGES": 2, "num_warps": 4}
     tile = {"TOKENS": together, "KEYS": 128, "STAGES": 3, "num_warps": 4}
-    if on.backend == "cuda" and together * heads <= 64:
+    if on.backend == "cuda":
         tile["maxnreg"] = 128
     return tile
 
