@@ -32,7 +32,7 @@ from tools.nano.questions import Question
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ROOT / "tests/assets/questions.jsonl"
-NEW_TOKENS = 32
+NEW_TOKENS = 48
 
 
 def answer(
