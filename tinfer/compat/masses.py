@@ -64,6 +64,11 @@ class Filters:
     def greedy(self) -> Tensor:
         return self.temperature < GREEDY_BELOW
 
+    def cuts(self, columns: int) -> Tensor:
+        """bool [B]: top-k or top-p is on in rows of so many columns."""
+        by_p = torch.floor(self.top_p.float().clamp(max=1.0) * 2.0**24) < 2.0**24
+        return by_p | ((self.top_k > 0) & (self.top_k < columns))
+
     def bad(self) -> Tensor:
         """bool [B]: a parameter that means nothing (`top_k` always means something)."""
         t = self.temperature

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from tinfer.compat.checks import require, require_dtype, require_shape
-from tinfer.compat.masses import OK, Filters, draw, first_word, masses, row_status
+from tinfer.compat.masses import (
+    BAD_PARAMETER,
+    OK,
+    Filters,
+    draw,
+    first_word,
+    masses,
+    row_status,
+)
 
 
 def check_rows(op: str, logits: Tensor, **rows: tuple[Tensor, torch.dtype]) -> None:
@@ -83,6 +91,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     purpose: int = 0,
+    may_cut: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row.
 
@@ -94,6 +103,8 @@ def sample(
     seeds        int64 [B], the 64 bits of an unsigned seed
     positions    int64 [B], absolute output position of the token to draw
     purpose      subsequence of the draw: 0 a token, 1 an acceptance test, 2 a draft
+    may_cut      whether any row has top_k or top_p on; False saves launches, and a row that has
+                 one on all the same gets status 3
 
     Returns: tokens int64 [B], status int32 [B]: 0, or what is wrong with this row alone
     (`tinfer.compat.masses.status_text`): 1 a NaN or +inf logit, 2 no logit above -inf, 3 a
@@ -114,5 +125,8 @@ def sample(
     check_sample(logits, temperature, top_k, top_p, min_p, seeds, positions, purpose)
     filters = Filters(temperature, top_k, top_p, min_p)
     status = row_status(logits, filters)
+    if not may_cut:
+        broken = filters.cuts(logits.shape[1]) & (status == OK)
+        status = torch.where(broken, BAD_PARAMETER, status)
     token = draw(masses(logits, filters), first_word(seeds, positions, purpose))
     return torch.where(status == OK, token, 0), status

@@ -3,10 +3,12 @@
 A row without cuts is drawn from by fp32 estimates of its weights where that is certain. The sum
 of floored masses up to candidate i differs from F(i) = 2^31 * (weights up to i) / (all weights)
 by less than one unit per candidate: it is at most F(i), plus, from the first candidate on, at
-most what the floors of all later ones lost. The estimates of F are off by less than SLACK units:
-an exp2 of 2 ulp, y up to 32 rounded three times and a sum of 14 levels give 1.4e-5 at most. So
-unless the word lies within SLACK (and V on one side) of the edges of the token that it falls
-into, that token is the answer; the other rows take the exact passes.
+most what the floors of all later ones lost. The estimates of F are off by less than SLACK units
+(y up to 32, rounded four times, an exp2 of 2 ulp and a sum of 14 levels give 1.4e-5 at most),
+plus a unit of the weights per candidate, which the exact weights round down by: V / total of
+those of F, the first weight being 1. So unless the word lies within these (and V on one side) of
+the edges of the token that it falls into, that token is the answer; the other rows take the
+exact passes.
 """
 
 from __future__ import annotations
@@ -61,8 +63,9 @@ def _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK: tl.conste
     token = mine * BLOCK + tl.sum((upto <= target * unit).to(tl.int32))
     at = tl.sum(tl.where(column == token, upto, 0.0)) / unit
     previous = tl.sum(tl.where(column == token, upto - w, 0.0)) / unit
-    late = tl.where(token < first, V, 0).to(tl.float32) + SLACK
-    early = tl.where(token > first, V, 0).to(tl.float32) + SLACK
+    slack = SLACK + V / tl.sum(part)
+    late = tl.where(token < first, V, 0).to(tl.float32) + slack
+    early = tl.where(token > first, V, 0).to(tl.float32) + slack
     return token, (at - target > late) & (target - previous > early) & (token < V)
 
 
@@ -134,6 +137,7 @@ def _sample_row_kernel(
     V,
     PURPOSE: tl.constexpr,
     DRAWS: tl.constexpr,
+    MAY_CUT: tl.constexpr,
     RATIO: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
@@ -150,7 +154,10 @@ def _sample_row_kernel(
     home = tl.min(tl.where((tops == top) & (s < SLICES), s, SLICES - 1))
     column = home * BLOCK + tl.arange(0, BLOCK)
     first = tl.min(tl.where(load_tile(source, column, V) == top, column, V))
-    status = tl.where(is_bad(t, p, floor), BAD_PARAMETER, OK)
+    bad = is_bad(t, p, floor)
+    if not MAY_CUT:
+        bad = bad | wants_cut(k, p, V)
+    status = tl.where(bad, BAD_PARAMETER, OK)
     status = tl.where(top == -INFINITY, NO_TOKEN, status)
     status = tl.where(top == INFINITY, NOT_FINITE, status)
     mode = tl.where(status != OK, ENDED, tl.where(t < GREEDY_BELOW, GREEDY, SAMPLED))

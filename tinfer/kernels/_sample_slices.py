@@ -98,6 +98,7 @@ def _sample_stats_kernel(
     counters,  # int32 [B]
     stride,
     V,
+    MAY_CUT: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -111,7 +112,7 @@ def _sample_stats_kernel(
     estimate = tl.sum(tl.where(x == -INFINITY, 0.0, tl.exp2((x - top) * slope)))
     tl.store(maxima + row * SLICES + s, top)
     tl.store(estimates + row * SLICES + s, estimate)
-    if (t >= GREEDY_BELOW) & wants_cut(k, p, V):
+    if MAY_CUT & (t >= GREEDY_BELOW) & wants_cut(k, p, V):
         top_bin = tl.floor(scaled(top, slope)).to(tl.int32)
         sampled = load_tile(source, s * BLOCK + tl.arange(0, SAMPLE), V)
         depth = top_bin - tl.floor(scaled(sampled, slope)).to(tl.int32)
@@ -197,18 +198,29 @@ def _sample_weights_kernel(
 
 
 @triton.jit
-def load_record(row, temperature, min_p, record32, record_x, kept_total):
-    """What `floor_mass` needs of a sampled row, loaded once."""
-    total = tl.load(kept_total + row)
-    return (
-        slope_of(tl.load(temperature + row)),
-        tl.load(min_p + row),
-        tl.load(record_x + row * 2),
-        tl.load(record_x + row * 2 + 1),
-        tl.load(record32 + row * 4 + CUT_ID),
-        total,
-        reciprocal(total),
-    )
+def load_record(
+    row,
+    temperature,
+    min_p,
+    record32,
+    record_x,
+    kept_total,
+    CLOSED: tl.constexpr,
+    SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """What `floor_mass` needs of a sampled row, loaded once.
+
+    Rows that nothing closes have no cut; `kept_total` then is their slices' int64 sums.
+    """
+    cut, cut_id = tl.full([], -INFINITY, tl.float32), tl.full([], 0, tl.int32)
+    if CLOSED:
+        total = tl.load(kept_total + row)
+        cut, cut_id = tl.load(record_x + row * 2 + 1), tl.load(record32 + row * 4 + CUT_ID)
+    else:
+        total = tl.sum(load_slices(kept_total, row, KEPT, 3, SLICES, PADDED))
+    slope, top = slope_of(tl.load(temperature + row)), tl.load(record_x + row * 2)
+    return slope, tl.load(min_p + row), top, cut, cut_id, total, reciprocal(total)
 
 
 @triton.jit
@@ -229,11 +241,13 @@ def _sample_floors_kernel(
     min_p,  # fp32 [B]
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]: the row's maximum, the last kept logit
-    kept_total,  # int64 [B]
+    kept_total,  # int64 [B], or [B, 3, SLICES] where no cut closes the rows
     part32,  # int32 [B, 4, SLICES]
     stride,
     V,
+    CLOSED: tl.constexpr,
     SLICES: tl.constexpr,
+    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -241,7 +255,9 @@ def _sample_floors_kernel(
     s = tl.program_id(0) % SLICES
     mode = tl.load(record32 + row * 4 + MODE)
     if mode == SAMPLED:
-        record = load_record(row, temperature, min_p, record32, record_x, kept_total)
+        record = load_record(
+            row, temperature, min_p, record32, record_x, kept_total, CLOSED, SLICES, PADDED
+        )
         total = lane_sum(tl.zeros([TILE], tl.int32), TILE)
         for i in range(BLOCK // TILE):
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)

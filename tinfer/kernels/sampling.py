@@ -60,12 +60,13 @@ def _sample_draw_kernel(
     positions,  # int64 [B]
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
-    kept_total,  # int64 [B]
+    kept_total,  # int64 [B], or [B, 3, SLICES] where no cut closes the rows
     part32,  # int32 [B, 4, SLICES]
     tokens,  # int64 [B]
     stride,
     V,
     PURPOSE: tl.constexpr,
+    CLOSED: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,7 +84,9 @@ def _sample_draw_kernel(
         mine = tl.sum((upto <= target).to(tl.int32))
         before = tl.sum(tl.where(s == mine, upto - part, 0))
         column = mine * BLOCK + tl.arange(0, BLOCK)
-        record = load_record(row, temperature, min_p, record32, record_x, kept_total)
+        record = load_record(
+            row, temperature, min_p, record32, record_x, kept_total, CLOSED, SLICES, PADDED
+        )
         mass = floor_mass(load_tile(logits + row * stride, column, V), column, record)
         mass = mass.to(tl.int32, bitcast=True) + tl.where(column == first, rest.to(tl.int32), 0)
         # A sum of 2^31 wraps; one less is compared, with a target that is below 2^31.
@@ -101,7 +104,9 @@ def tile_masses(source, column, V, row, rows, SLICES: tl.constexpr, PADDED: tl.c
     rest = 2147483648 - tl.sum(slice_masses(part32, row, SLICES, PADDED))
     mass = tl.zeros(column.shape, tl.int64)
     if mode == SAMPLED:
-        record = load_record(row, temperature, min_p, record32, record_x, kept_total)
+        record = load_record(
+            row, temperature, min_p, record32, record_x, kept_total, True, SLICES, PADDED
+        )
         mass = floor_mass(load_tile(source, column, V), column, record).to(tl.int64)
     return mass + tl.where((column == first) & (mode != ENDED), rest, 0)
 
@@ -167,11 +172,12 @@ def row_masses(
     filters: tuple[Tensor, Tensor, Tensor, Tensor],
     keys: tuple[Tensor, Tensor, int] | None,
     out: tuple[Tensor, Tensor] | None,
+    may_cut: bool,
 ) -> RowMasses:
     """Launch the kernels that prepare the masses of every row; at least one row.
 
     With `keys` (seeds, positions, purpose) and `out` (tokens, statuses) most rows are drawn from
-    on the way; the record's mode says which are left.
+    on the way; the record's mode says which are left. Without `may_cut` nothing closes records.
     """
     rows, columns = logits.shape
     block, warps, tile, tile_warps = _sample_tiles(rows, columns)
@@ -193,31 +199,34 @@ def row_masses(
     tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
         logits, temperature, top_k, top_p, maxima, estimates, part32, bins, *fine, counters,
-        *sized, slices, block, sample_size, **whole,
+        *sized, may_cut, slices, block, sample_size, **whole,
     )  # fmt: skip
     seeds, positions, purpose = keys or (logits, logits, 0)
     _sample_row_kernel[(rows,)](
         logits, *filters, seeds, positions, *(out or (logits, logits)), maxima, estimates, part32,
         bins, ranges, *records[:2], *sized, PURPOSE=purpose, DRAWS=keys is not None,
-        RATIO=block // sample_size, **sizes, **whole,
+        MAY_CUT=may_cut, RATIO=block // sample_size, **sizes, **whole,
     )  # fmt: skip
-    for cuts in (False, True):
+    for cuts in (False, True)[: 1 + may_cut]:
         _sample_weights_kernel[grid](
             logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, cuts, slices,
             block, **tiled,
         )  # fmt: skip
-    cut = (part32, part64, *fine, ranges, counters, *found)
-    groups = max(slices // 4, 1)
-    _sample_collect_kernel[(rows * groups,)](
-        logits, *filters[:3], *cut, records[0], *sized, groups, **sizes, **whole
-    )
-    _sample_cut_kernel[(rows,)](
-        logits, *filters[:3], seeds, positions, out[0] if out else logits, *cut, *records, *sized,
-        PURPOSE=purpose, DRAWS=keys is not None, SLICES=slices, PADDED=sizes["PADDED"],
-        TILE=block, **whole,
-    )  # fmt: skip
+    if may_cut:
+        cut = (part32, part64, *fine, ranges, counters, *found)
+        groups = max(slices // 4, 1)
+        _sample_collect_kernel[(rows * groups,)](
+            logits, *filters[:3], *cut, records[0], *sized, groups, **sizes, **whole
+        )
+        _sample_cut_kernel[(rows,)](
+            logits, *filters[:3], seeds, positions, out[0] if out else logits, *cut, *records,
+            *sized, PURPOSE=purpose, DRAWS=keys is not None, SLICES=slices,
+            PADDED=sizes["PADDED"], TILE=block, **whole,
+        )  # fmt: skip
+    else:
+        records = (*records[:2], part64)
     _sample_floors_kernel[grid](
-        logits, temperature, min_p, *records, part32, *sized, slices, block, **tiled
+        logits, temperature, min_p, *records, part32, *sized, CLOSED=may_cut, **sizes, **tiled
     )
     return RowMasses((temperature, min_p), records, part32, sizes, tile, tile_warps)
 
@@ -238,6 +247,7 @@ def supports_sample(
     seeds: Tensor,
     positions: Tensor,
     purpose: int = 0,
+    may_cut: bool = True,
 ) -> str | None:
     """Up to 2^20 columns, contiguous; tensors on one device."""
     return _supports(
@@ -260,6 +270,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     purpose: int = 0,
+    may_cut: bool = True,
 ) -> tuple[Tensor, Tensor]:
     check_sample(logits, temperature, top_k, top_p, min_p, seeds, positions, purpose)
     rows, columns = logits.shape
@@ -268,11 +279,11 @@ def sample(
     if not rows:
         return tokens, status
     keys = (seeds, positions, purpose)
-    m = row_masses(logits, (temperature, top_k, top_p, min_p), keys, (tokens, status))
+    m = row_masses(logits, (temperature, top_k, top_p, min_p), keys, (tokens, status), may_cut)
     _sample_draw_kernel[(rows,)](
         logits, *m.filters, seeds, positions, *m.records, m.part32, tokens, logits.stride(0),
-        columns, PURPOSE=purpose, **m.sizes, num_warps=max(min(m.sizes["BLOCK"] // 512, 16), 1),
-        enable_fp_fusion=False,
+        columns, PURPOSE=purpose, CLOSED=may_cut, **m.sizes,
+        num_warps=max(min(m.sizes["BLOCK"] // 512, 16), 1), enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, status
 
@@ -292,7 +303,7 @@ def token_masses(
     masses = torch.empty(rows, columns, dtype=torch.int64, device=logits.device)
     if not rows:
         return masses, torch.empty(rows, dtype=torch.int32, device=logits.device)
-    m = row_masses(logits, (temperature, top_k, top_p, min_p), None, None)
+    m = row_masses(logits, (temperature, top_k, top_p, min_p), None, None, True)
     _token_masses_kernel[(rows * m.slices,)](
         logits, *m.filters, *m.records, m.part32, masses, logits.stride(0), columns, **m.sizes,
         TILE=m.tile, num_warps=m.warps, enable_fp_fusion=False,

@@ -350,8 +350,8 @@ def verify_drafts(
         return accept_len, next_token, statuses
     if not logits.shape[0]:
         return accept_len.zero_(), next_token.fill_(-1), statuses.zero_()
-    target = row_masses(logits, filters, None, None)
-    draft = None if draft_logits is None else row_masses(draft_logits, filters, None, None)
+    target = row_masses(logits, filters, None, None, True)
+    draft = None if draft_logits is None else row_masses(draft_logits, filters, None, None, True)
     decisions = torch.empty(requests, 3, dtype=torch.int32, device=device)
     sums = torch.empty(requests, 3, target.slices, dtype=torch.int64, device=device)
     strides = (logits.stride(0), 0 if draft_logits is None else draft_logits.stride(0))

@@ -108,10 +108,13 @@ def _strided(g: torch.Generator) -> Arguments:
     return {"logits": x, **mixed_parameters(g, 3)}
 
 
-def _with_keys(make: Callable[[torch.Generator], Arguments]) -> Callable[..., Arguments]:
+def _with_keys(
+    make: Callable[[torch.Generator], Arguments], may_cut: bool = True
+) -> Callable[..., Arguments]:
     def wrapped(g: torch.Generator) -> Arguments:
         arguments = make(g)
-        return {**arguments, **_keys(g, len(arguments["logits"])), "purpose": 0}
+        keys = _keys(g, len(arguments["logits"]))
+        return {**arguments, **keys, "purpose": 0, "may_cut": may_cut}
 
     return wrapped
 
@@ -159,12 +162,16 @@ _TIMED = [
 CASES = [Case("token_masses", name, make) for name, make in _SMALL]
 CASES += [Case("token_masses", name, make, real=True) for name, make in _REAL]
 CASES += [Case("sample", name, _with_keys(make)) for name, make in _SMALL]
+CASES += [
+    Case("sample", f"no_cut-{kind}-3x300", _with_keys(_mixed(kind, 3, 300), may_cut=False))
+    for kind in ("normal", "dead")
+]
 CASES += [Case("sample", name, _with_keys(make), real=True) for name, make in _REAL]
 CASES += [
     Case(
         "sample",
         f"{name}-{rows}x{VOCAB}",
-        _with_keys(_fixed(rows, *values)),
+        _with_keys(_fixed(rows, *values), may_cut=values[1] > 0 or values[2] < 1),
         real=True,
         bench=True,
         bytes=_bytes,
