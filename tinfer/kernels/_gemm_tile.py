@@ -12,8 +12,8 @@ what those bytes hold, decoded in place, *is* its fragment: no shared memory, no
 
 Words carry the index n = ((r * WARPS) + warp) * 32 + lane, where r counts groups of 8 rows and
 the warps of a program split K among themselves: warp w takes the blocks w, w + WARPS, ...
-Shapes below: R = rows / 8, W = WARPS. Every layout is right on every device; on NVIDIA's it is also
-free, which the kernels' compilation tests assert.
+Shapes below: R = rows / 8, W = WARPS. Every layout is right on every device; on NVIDIA's no data
+moves between threads.
 
 Scales multiply pairs of bf16. `RAW` values are the stored value times 2^-120 (e4m3) or 2^-126
 (e2m1); weight factors leave a factor 2^-LIFT to the accumulator, so that no scale from 2^-63 to
