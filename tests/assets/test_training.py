@@ -110,9 +110,17 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Backbone]
     return path, Backbone(config, backbone, compressed_token_map(tokenizer))
 
 
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
 @torch.no_grad()
 def test_forward_equals_the_reference_layer_by_layer(untrained, monkeypatch) -> None:
-    """Each sublayer's input differs by what rounding flips of earlier layers explain."""
+    """Each sublayer gets the reference's input and passes the reference's output on.
+
+    So hyper-connections and engrams may differ by single bf16 roundings, and a sublayer by the
+    fp8 codes that a different order of summation flips (golden README: 0.01 to 0.02).
+    """
     path, model = untrained
     config, device = ModelConfig.load(path), torch.device("cpu")
     torch.manual_seed(0)
@@ -130,31 +138,35 @@ def test_forward_equals_the_reference_layer_by_layer(untrained, monkeypatch) -> 
         cache = Cache(config, CacheSize(1, LENGTH, LENGTH), device)
         batch = Batch.of([(0, 0, ids[0].tolist())], device, keep)
         hidden = reference.backbone(batch, cache)
-    seen: list[torch.Tensor] = []
-    norm = Backbone.norm
+    assert hidden.taps is not None
+    attention, feed_forward = Backbone.attention, Backbone.feed_forward
+    entered: list[float] = []
+    left: dict[str, float] = {}
 
-    def watch(self, x, name):
-        y = norm(self, x, name)
-        if name.endswith(("attn_norm", "ffn_norm")):
-            seen.append(y)
-        return y
+    def watched_attention(self, x, layer, run):
+        name = f"layer{layer}.attn"
+        entered.append(error(x, found[f"{name}_in"]))
+        left[name] = error(attention(self, found[f"{name}_in"], layer, run), found[f"{name}_out"])
+        return found[f"{name}_out"]
 
-    monkeypatch.setattr(Backbone, "norm", watch)
+    def watched_feed_forward(self, x, prefix, *sizes):
+        name = f"layer{prefix.split('.')[1]}.ffn"
+        entered.append(error(x, found[f"{name}_in"]))
+        y = feed_forward(self, found[f"{name}_in"], prefix, *sizes)
+        left[name] = error(y, found[f"{name}_out"])
+        return found[f"{name}_out"]
+
+    monkeypatch.setattr(Backbone, "attention", watched_attention)
+    monkeypatch.setattr(Backbone, "feed_forward", watched_feed_forward)
     model.params.refresh()
     run = Pass(model.shape(1, LENGTH), sparse=True)
     got = model(ids, run)
-    assert len(seen) == 2 * config.n_layers
-    for i, x in enumerate(seen):
-        name = f"layer{i // 2}.{'attn' if i % 2 == 0 else 'ffn'}_in"
-        want = found[name].float()
-        error = ((x.float() - want).norm() / want.norm()).item()
-        assert error <= 0.01 * (i + 0.01) + 1e-9, f"{name}: {error}"
-    assert torch.equal(seen[1], found["layer0.ffn_in"]), "the first attention is exact"
-    wanted = hidden.x.float()
-    assert (got.float() - wanted).norm() < 0.2 * wanted.norm()
-    assert hidden.taps is not None
-    taps = torch.cat(run.taps, -1).float()
-    assert (taps - hidden.taps.float()).norm() < 0.1 * taps.norm()
+    assert len(entered) == 2 * config.n_layers
+    assert entered[0] == 0
+    assert max(entered) <= 0.005, entered
+    assert max(left.values()) <= 0.02, left
+    assert error(got, hidden.x) <= 0.005
+    assert error(torch.cat(run.taps, -1), hidden.taps) <= 0.005
 
 
 # ---------------------------------------------------------------- data
