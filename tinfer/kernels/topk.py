@@ -16,6 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import topk as ref
+from tinfer.kernels._candidates import (
+    block_max_kernel,
+    candidate_lengths_kernel,
+    restore_candidates_kernel,
+)
 from tinfer.kernels._select import choose, split_columns
 from tinfer.kernels._target import target
 
@@ -106,76 +111,6 @@ def _topk_kernel(
         else:
             none = tl.full([KEPT_BLOCK], -1, tl.int32)
             tl.store(out_ptr + base + filler * out_step, none, mask=rest & (filler < k))
-
-
-@triton.jit(do_not_specialize=["tasks", "columns", "blocks", "tiles"])
-def _block_max_kernel(
-    scores_ptr,  # fp32 [T, N]
-    lengths_ptr,  # int32 [T]
-    best_ptr,  # fp32 [T, blocks]
-    tasks,
-    columns,
-    blocks,
-    row_stride,
-    best_stride,
-    tiles,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        row = tl.zeros((), tl.int64) + task // tiles
-        block = (task % tiles) * BLOCKS + tl.arange(0, BLOCKS)
-        inside = tl.arange(0, SIZE_BLOCK)
-        column = block[:, None] * SIZE + inside[None, :]
-        limit = tl.minimum(tl.load(lengths_ptr + row), columns)
-        readable = (limit + 15) // 16 * 16 if ALIGNED else limit
-        mask = (column < readable) & (inside < SIZE)[None, :]
-        score = tl.load(scores_ptr + row * row_stride + column, mask=mask, other=0.0)
-        valid = (column < limit) & (inside < SIZE)[None, :] & (score == score)
-        best = tl.max(tl.where(valid, score, float("-inf")), axis=1)
-        tl.store(best_ptr + row * best_stride + block, best, mask=block < blocks)
-
-
-@triton.jit(do_not_specialize=["total"])
-def _candidate_lengths_kernel(
-    lengths_ptr, out_ptr, total, K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(lengths_ptr + at, mask=at < total, other=0)
-    positive = tl.maximum(length, 1)
-    kept = tl.minimum((positive - 1) // SIZE + 1, K)
-    compact = SIZE * (kept - 1) + (positive - 1) % SIZE + 1
-    tl.store(out_ptr + at, tl.where(length > 0, compact, 0), mask=at < total)
-
-
-@triton.jit(do_not_specialize=["total", "k", "blocks"])
-def _restore_candidates_kernel(
-    ids_ptr,  # int32 [T, k]
-    blocks_ptr,  # int32 [T, nb]
-    out_ptr,  # int32 [T, k], may be ids
-    total,
-    k,
-    blocks,
-    ids_stride,
-    ids_step,
-    blocks_stride,
-    out_stride,
-    out_step,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    for tile in range(tl.program_id(0), tl.cdiv(total, BLOCK), tl.num_programs(0)):
-        flat = tile * BLOCK + tl.arange(0, BLOCK)
-        inside = flat < total
-        row, column = (flat // k).to(tl.int64), flat % k
-        ids = tl.load(ids_ptr + row * ids_stride + column * ids_step, mask=inside, other=-1)
-        valid = (ids >= 0) & (ids < blocks * SIZE)
-        ids = tl.where(valid, ids, 0)
-        block = tl.load(blocks_ptr + row * blocks_stride + ids // SIZE, mask=valid, other=-1)
-        restored = tl.where(block >= 0, block * SIZE + ids % SIZE, -1)
-        tl.store(out_ptr + row * out_stride + column * out_step, restored, mask=inside)
 
 
 # ---------------------------------------------------------------- launching
@@ -299,7 +234,7 @@ def candidate_blocks(scores: Tensor, lengths: Tensor, block_size: int, k: int) -
     per_tile = max(1, 2048 // size_block)
     tiles = triton.cdiv(blocks, per_tile)
     if blocks:
-        _block_max_kernel[(min(rows * tiles, MAX_PROGRAMS),)](
+        block_max_kernel[(min(rows * tiles, MAX_PROGRAMS),)](
             scores,
             lengths,
             best,
@@ -329,7 +264,7 @@ def candidate_lengths(lengths: Tensor, block_size: int, k: int) -> Tensor:
     out = torch.empty(lengths.shape, dtype=torch.int32, device=lengths.device)
     if out.numel():
         grid = (triton.cdiv(out.numel(), 256),)
-        _candidate_lengths_kernel[grid](
+        candidate_lengths_kernel[grid](
             lengths.contiguous(), out, out.numel(), K=k, SIZE=block_size, BLOCK=256
         )
     return out
@@ -354,7 +289,7 @@ def restore_candidates(
         out = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     if ids.numel():
         grid = (min(triton.cdiv(ids.numel(), 1024), MAX_PROGRAMS),)
-        _restore_candidates_kernel[grid](
+        restore_candidates_kernel[grid](
             ids,
             blocks,
             out,
