@@ -166,10 +166,10 @@ def test_masses_do_not_depend_on_the_split(
     seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = torch.Generator(device).manual_seed(seed)
-    logits = logits_of("ties", g, 2, 500)
-    p = row_parameters(device, 2, top_k=300, top_p=0.95)
+    logits = logits_of("ties", g, 1, 150)
+    p = row_parameters(device, 1, top_k=90, top_p=0.95)
     want = ops.token_masses.ref(logits, **p)[0]
-    for block, warps, tile, tile_warps in ((512, 16, 512, 1), (64, 1, 16, 1), (8, 2, 8, 1)):
+    for block, warps, tile, tile_warps in ((256, 16, 256, 1), (64, 1, 16, 2), (16, 2, 8, 1)):
         tiles = (block, warps, tile, tile_warps)
         monkeypatch.setattr(sampling, "_sample_tiles", lambda *_, tiles=tiles: tiles)
         with use_kernels("triton"):

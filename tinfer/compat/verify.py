@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,40 @@ from tinfer.compat.sampling import check_rows, token_masses
 
 
 # ---------------------------------------------------------------- by equality
+def _owner(cu_rows: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(request of every row, whether it has one), over ascending row bounds."""
+    row = torch.arange(rows, device=cu_rows.device)
+    owner = torch.searchsorted(cu_rows[1:].long().contiguous(), row, right=True)
+    last = max(cu_rows.shape[0] - 2, 0)
+    return owner.clamp(max=last), owner <= cu_rows.shape[0] - 2
+
+
+def _leading(good: Tensor, cu_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many leading drafts of every request are good, which rows those are).
+
+    The last row of a request has no draft.
+    """
+    requests = cu_rows.shape[0] - 1
+    count = torch.zeros(requests, dtype=torch.int32, device=cu_rows.device)
+    if not len(good) or not requests:
+        return count, torch.zeros_like(good)
+    start, end = cu_rows[:-1].long(), cu_rows[1:].long()
+    row = torch.arange(len(good), device=cu_rows.device)
+    owner, owned = _owner(cu_rows, len(good))
+    drafted = owned & (row >= start[owner]) & (row < end[owner] - 1)
+    failed = (drafted & ~good).long()
+    before = failed.cumsum(0) - failed  # of all requests; differences count within one
+    so_far = failed + before - before[start[owner].clamp(max=len(good) - 1)]
+    leading = drafted & (so_far == 0)
+    return count.index_add_(0, owner, leading.int()), leading
+
+
+def _stops(cu_rows: Tensor, accept_len: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """(whether a request has rows, the row after its accepted ones)."""
+    at = (cu_rows[:-1].long() + accept_len).clamp(max=max(rows - 1, 0))
+    return cu_rows[1:] > cu_rows[:-1], at
+
+
 def check_get_accept_result(
     target_tokens: Tensor,
     draft_tokens: Tensor,
@@ -68,27 +100,16 @@ def get_accept_result(
     Numerics: exact.
     """
     check_get_accept_result(target_tokens, draft_tokens, cu_rows, golden_tokens, golden_mask)
-    start, end = cu_rows[:-1].long(), cu_rows[1:].long()
-    rows, requests = target_tokens.shape[0], start.shape[0]
-    accept_len = torch.zeros(requests, dtype=torch.int32, device=cu_rows.device)
-    accepted = torch.zeros(rows, dtype=torch.bool, device=cu_rows.device)
-    if not rows or not requests:
-        return accept_len, accepted, torch.full_like(start, -1)
-    row = torch.arange(rows, device=cu_rows.device)
-    owner = (row[:, None] >= end[None, :]).sum(-1)  # rows after the last request: none
-    owned = owner < requests
-    owner = owner.clamp(max=requests - 1)
     truth = target_tokens
     if golden_tokens is not None and golden_mask is not None:
+        owner, _ = _owner(cu_rows, len(target_tokens))
         truth = torch.where(golden_mask[owner], golden_tokens, target_tokens)
-    drafted = owned & (row >= start[owner]) & (row < end[owner] - 1)
-    failed = (drafted & (truth != draft_tokens)).long()
-    before = failed.cumsum(0) - failed  # of all requests; differences count within one
-    so_far = failed + before - before[start[owner].clamp(max=rows - 1)]
-    accepted = drafted & (so_far == 0)
-    accept_len.index_add_(0, owner, accepted.int())
-    at = (start + accept_len).clamp(max=rows - 1)
-    return accept_len, accepted, torch.where(end > start, truth[at], -1)
+    accept_len, accepted = _leading(truth == draft_tokens, cu_rows)
+    has_rows, at = _stops(cu_rows, accept_len, len(truth))
+    following = torch.full_like(at, -1)
+    if len(truth):
+        following = torch.where(has_rows, truth[at], -1)
+    return accept_len, accepted, following
 
 
 # ---------------------------------------------------------------- by rejection
@@ -180,20 +201,14 @@ def verify_drafts(
     word = first_word(seeds, positions, ACCEPT) >> 1
     accepted = inside & (status == OK) & (q > 0) & (word * q < p << 31)
 
-    requests = cu_rows.shape[0] - 1
-    accept_len = torch.zeros(requests, dtype=torch.int32, device=logits.device)
-    next_token = torch.full((requests,), -1, dtype=torch.int64, device=logits.device)
-    row_status = torch.zeros_like(accept_len)
-    spans = cu_rows.tolist()
-    for b, (start, end) in enumerate(itertools.pairwise(spans)):
-        if end <= start:
-            continue
-        row = start
-        while row < end - 1 and accepted[row]:
-            row += 1
-        accept_len[b], row_status[b] = row - start, status[row]
-        left = target[row] if row == end - 1 else (target[row] - draft[row]).clamp(min=0)
-        mass = normalize(left[None])
-        token = draw(mass, first_word(seeds[row : row + 1], positions[row : row + 1], SAMPLE))
-        next_token[b] = torch.where(status[row] == OK, token[0], 0)
-    return accept_len, next_token, row_status
+    accept_len, _ = _leading(accepted, cu_rows)
+    has_rows, at_row = _stops(cu_rows, accept_len, len(logits))
+    if not len(logits):
+        return accept_len, torch.full_like(at_row, -1), torch.zeros_like(accept_len)
+    last = at_row == cu_rows[1:] - 1
+    left = target[at_row] - torch.where(last[:, None], 0, draft[at_row])
+    mass = normalize(left.clamp(min=0))
+    token = draw(mass, first_word(seeds[at_row], positions[at_row], SAMPLE))
+    token = torch.where(status[at_row] == OK, token, 0)
+    row_status = torch.where(has_rows, status[at_row], OK).int()
+    return accept_len, torch.where(has_rows, token, -1), row_status
