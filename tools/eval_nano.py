@@ -23,12 +23,14 @@ from tinfer.cache import CacheSize
 from tinfer.chat import Tokenizer
 from tinfer.engine import Engine
 from tinfer.model.build import Model
+from tinfer.model.engram_hash import compressed_token_map
 from tinfer.request import Request, SamplingParams
 from tinfer.runtime import Loaded, load_model, open_model, pick_device
 from tools.nano import questions
 from tools.nano.ablation import ABLATIONS, ablate
 from tools.nano.acceptance import accepted_tokens
 from tools.nano.questions import Question
+from tools.nano.stored import compare, load_backbone
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ROOT / "tests/assets/questions.jsonl"
@@ -89,6 +91,14 @@ def drafts(model: Model, loaded: Loaded, asked: list[Question], ids: list[list[i
     return f"tokens a step with drafts: {', '.join(parts)}"
 
 
+def unrounded(loaded: Loaded, asked: list[Question]) -> str:
+    """Accuracy of the training forward pass with and without rounding activations and caches."""
+    assert loaded.tokenizer is not None
+    backbone = load_backbone(loaded, compressed_token_map(loaded.tokenizer.inner))
+    with_it, without = compare(backbone, loaded, asked)
+    return f"teacher-forced: {with_it:.1%} with rounding, {without:.1%} without"
+
+
 def row(name: str, found: dict[str, tuple[int, int]]) -> str:
     return f"| {name} | " + " | ".join(f"{r / n:.1%}" for r, n in found.values()) + " |"
 
@@ -101,6 +111,7 @@ def main() -> None:
     parser.add_argument("--tasks", help="only tasks that begin with one of these, with commas")
     parser.add_argument("--every", type=int, default=1, help="ask every n-th question of a task")
     parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--unrounded", action="store_true", help="what rounding costs")
     parser.add_argument("--drafts", action="store_true", help="tokens a speculative step yields")
     parser.add_argument("--device")
     parser.add_argument("--batch", type=int, default=16)
@@ -128,6 +139,8 @@ def main() -> None:
     print(row("as it is", found), flush=True)
     if args.ids_out is not None:
         args.ids_out.write_text(json.dumps(ids))
+    if args.unrounded:
+        print(unrounded(loaded, asked))
     if args.drafts:
         print(drafts(model, loaded, asked, ids))
     for name, edit in ABLATIONS.items() if args.ablate else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinfer.config import ModelConfig
@@ -42,12 +43,14 @@ def select(
 
 def candidate_mask(scores: Tensor, blocks: int, size: int) -> Tensor | None:
     """Positions of the best blocks; each query's newest block is among them."""
-    count = scores.shape[-1] // size
+    length = scores.shape[-1]
+    count = -(-length // size)
     if count <= blocks:
         return None
+    scores = F.pad(scores, (0, count * size - length), value=float("-inf"))
     best = scores.unflatten(-1, (count, size)).amax(-1)
     newest = (scores > float("-inf")).sum(-1, keepdim=True).clamp(min=1).sub(1) // size
     best = best.scatter(-1, newest, float("inf"))
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept.scatter_(-1, best.topk(blocks, dim=-1).indices, True)
-    return kept.repeat_interleave(size, dim=-1)
+    return kept.repeat_interleave(size, dim=-1)[..., :length]

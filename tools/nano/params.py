@@ -137,6 +137,17 @@ class Parameters(nn.Module):
         # The forward pass sees mixing projections in bf16; the file keeps them in fp32.
         return value.bfloat16().float() if name.endswith("_fn") else value
 
+    def set(self, name: str, value: Tensor) -> None:
+        """Take a value in the logical shape."""
+        if name in self._tiles:
+            start, count = self._tiles[name]
+            self.tiles[start : start + count] = to_tiles(value)
+        elif name in self._groups:
+            start, count = self._groups[name]
+            self.groups[start : start + count] = value.view(-1, GROUP)
+        else:
+            self.fp32(name).copy_(value)
+
 
 def logical_shape(spec: TensorSpec) -> tuple[int, ...]:
     """The shape before packing."""
