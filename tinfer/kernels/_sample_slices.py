@@ -29,7 +29,6 @@ from tinfer.kernels._masses import (
     lane_sum,
     min_p_threshold,
     reciprocal,
-    share_24,
     slope_of,
     top_k_limit,
     wants_cut,
@@ -164,7 +163,6 @@ def _sample_weights_kernel(
             low, high, scale = range_edges(ranges, row)
             # Counts are for top-k, and for seeing that few candidates are kept.
             counts = (top_k_limit(k, V) < NO_LIMIT) | (tl.load(ranges + row * 4 + 1) == 0)
-            weighs = share_24(p) < 16777216
         for i in range(BLOCK // TILE):
             column = s * BLOCK + i * TILE + tl.arange(0, TILE)
             x = load_tile(logits + row * stride, column, V)
@@ -179,10 +177,9 @@ def _sample_weights_kernel(
                 before = (t >= high) & (column < V)
                 inside = (t >= low) & (t < high) & (column < V)
                 fine = fine_bin(t, high, scale)
-                if weighs:
-                    above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
-                    at = fine_weight + row * FINE + fine
-                    tl.atomic_add(at, w.to(tl.int64), mask=inside, sem="relaxed")
+                above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
+                at = fine_weight + row * FINE + fine
+                tl.atomic_add(at, w.to(tl.int64), mask=inside, sem="relaxed")
                 if counts:
                     above_count += lane_sum(before.to(tl.int32), TILE)
                     tl.atomic_add(fine_count + row * FINE + fine, 1, mask=inside, sem="relaxed")

@@ -111,8 +111,9 @@ def _apply_penalties_kernel(
         column = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         entry = tl.load(counts + slot * counts_stride + column, mask=column < V, other=0)
         produced = entry & (PROMPT - 1)
-        for m in range(M):
-            produced += (tl.load(pending + row * M + m) == column).to(tl.int32)
+        if pending is not None:
+            for m in range(M):
+                produced += (tl.load(pending + row * M + m) == column).to(tl.int32)
         seen = ((produced > 0) | (entry >= PROMPT)) & (column < V)
         at = logits + row * stride + column
         old = to_fp32(tl.load(at, mask=seen, other=0.0))

@@ -95,9 +95,11 @@ def _mixed(
     return make
 
 
-def _fixed(rows: int, *values: float) -> Callable[[torch.Generator], Arguments]:
+def _fixed(
+    kind: str, rows: int, columns: int, *values: float
+) -> Callable[[torch.Generator], Arguments]:
     def make(g: torch.Generator) -> Arguments:
-        x = logits_of("normal", g, rows, VOCAB)
+        x = logits_of(kind, g, rows, columns)
         return {"logits": x, **parameters(rows, g.device, *values)}
 
     return make
@@ -138,6 +140,10 @@ _SHAPES: list[tuple[str, int, int]] = [
 _SMALL = [(f"{kind}-{b}x{v}", _mixed(kind, b, v)) for kind, b, v in _SHAPES]
 _SMALL += [("bf16-2x300", _mixed("normal", 2, 300, torch.bfloat16)), ("strided-3x300", _strided)]
 _KINDS = sorted({kind for kind, _, _ in _SHAPES if kind != "dead"})
+_SMALL += [
+    ("top_k_200-1x600", _fixed("normal", 1, 600, 1.5, 200, 1.0, 0.0)),
+    ("far_cut-1x9000", _fixed("flat", 1, 9000, 1e-3, 0, 0.97, 0.0)),
+]
 _REAL = [(f"{kind}-8x{VOCAB}", _mixed(kind, 8, VOCAB)) for kind in _KINDS]
 _REAL += [(f"bf16-8x{VOCAB}", _mixed("normal", 8, VOCAB, torch.bfloat16))]
 
@@ -171,7 +177,7 @@ CASES += [
     Case(
         "sample",
         f"{name}-{rows}x{VOCAB}",
-        _with_keys(_fixed(rows, *values), may_cut=values[1] > 0 or values[2] < 1),
+        _with_keys(_fixed("normal", rows, VOCAB, *values), may_cut=values[1] > 0 or values[2] < 1),
         real=True,
         bench=True,
         bytes=_bytes,
