@@ -24,11 +24,13 @@ from tinfer.kernels.sparse_mla_combine import _sparse_mla_combine_kernel
 from tinfer.kernels.sparse_mla_forward import _sparse_mla_kernel
 from tinfer.kernels.sparse_mla_plan import (
     HOPPER_KEYS,
+    HOPPER_WIDTH,
     Source,
     portable_tile,
     pow2,
     splits_of,
     takes_hopper,
+    unpacks,
 )
 from tinfer.kv_layout import KVLayout
 
@@ -128,6 +130,9 @@ def sparse_mla(
     if not len(q):
         return results
     if takes_hopper(q, sources, value_dim, target(q.device)):
+        if unpacks(sources, len(q)):
+            layouts = (window_layout, compressed_layout)
+            sources = [s.unpacked(x) for s, x in zip(sources, layouts, strict=False) if x]
         _attend_hopper(q, sources, sink, scale, results)
     else:
         _attend_portable(q, sources, sink, scale, results)
@@ -150,11 +155,10 @@ def _combine(parts: Results, sink: Tensor | None, results: Results) -> None:
     if parts is results:
         return
     tokens, heads, splits, value_dim = parts[0].shape
-    block_v = min(pow2(value_dim), 128)
-    chunks = triton.cdiv(value_dim, block_v)
-    _sparse_mla_combine_kernel[(tokens * heads * chunks,)](
-        *parts, sink, *results, heads, splits, chunks,
-        BLOCK_S=triton.next_power_of_2(splits), VALUE=value_dim, BLOCK_V=block_v, num_warps=2,
+    _sparse_mla_combine_kernel[(tokens * heads,)](
+        *parts, sink, *results, heads, splits,
+        BLOCK_S=triton.next_power_of_2(splits), VALUE=value_dim, BLOCK_V=pow2(value_dim),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -211,8 +215,8 @@ def _attend_hopper(
         *parts, scale, heads, splits, *q.stride()[:2], *parts[0].stride()[:3],
         *window.scalars(), *second.scalars(), rows * splits, 0,
         WINDOW=window.key, COMPRESSED=second.key,
-        WINDOW_WIDTH=max(pow2(window.width), 128),
-        COMPRESSED_WIDTH=max(pow2(second.width), 128) if len(sources) > 1 else 0,
+        WINDOW_WIDTH=max(pow2(window.width), HOPPER_WIDTH),
+        COMPRESSED_WIDTH=max(pow2(second.width), HOPPER_WIDTH) if len(sources) > 1 else 0,
         SCAN=splits == 1, CONSUMER_REGISTERS=208 if window.packed else 232, num_warps=4,
     )  # fmt: skip
     _combine(parts, sink, results)

@@ -16,13 +16,13 @@ from tinfer.kernels.sparse_mla_forward import LOG2E
 
 @triton.jit(do_not_specialize=["splits"])
 def _sparse_mla_combine_kernel(
-    part_out, part_max, part_lse, sink, out, max_logit, lse, heads, splits, chunks,
+    part_out, part_max, part_lse, sink, out, max_logit, lse, heads, splits,
     BLOCK_S: tl.constexpr, VALUE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program = BLOCK_V channels of one head of one token; part_* are [rows, splits, ...]."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
+    """One program = one head of one token; part_* are [rows, splits, ...]."""
+    row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
-    column = tl.program_id(0) % chunks * BLOCK_V + tl.arange(0, BLOCK_V)
+    column = tl.arange(0, BLOCK_V)
     present = split < splits
     at = row * splits + split
     logs = tl.load(part_lse + at, mask=present, other=float("-inf"))

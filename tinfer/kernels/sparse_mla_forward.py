@@ -23,20 +23,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _attend(
-    cache, slots, slot, count, rows, page_stride, first, last,
+    cache, slots, count, rows, page_stride, first, last,
     q, q_tail, acc, top, total, scale_log2,
     VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the blocks first..last-1 of one source; `slot` holds the first one's slots.
+    """Attend to the blocks first..last-1 of one source.
 
     The conditions hold in every iteration; they steer Triton's scheduling. A dot result that
     reaches the next dot only through a branch is not a chained dot, for which both warp groups
     of a Hopper processor would compute all logits; and with the slots' load in a branch the
     gather of the next tile starts at the top of the loop. Packed rows, decoded before the first
     dot, gain from a branch round the second one as well. (H200, 640 keys of bf16 rows: 221
-    TFLOP/s without the branches, 303 with both; decode of 64 tokens: 54 us, 43 with all three.)
+    TFLOP/s without the branches, 303 with both.)
     """
+    slot = load_slots(slots, first * BLOCK_N, count, rows, BLOCK_N)
     for block in tl.range(first, last, num_stages=STAGES):
         ahead = slot
         if block >= 0:
@@ -101,6 +102,10 @@ def _sparse_mla_kernel(
     token = (tl.program_id(0) // splits // head_blocks).to(tl.int64)
     head = tl.program_id(0) // splits % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     live = head < heads
+    q += token * q_stride_t + head[:, None] * q_stride_h
+    q_value = _load_q(q, live[:, None], 0, VALUE, BLOCK_V)
+    q_tail = _load_q(q, live[:, None], VALUE, TAIL, BLOCK_T) if TAIL else q_value
+
     window_count, compressed_count = window_width, compressed_width
     if window_lengths is not None:
         window_count = tl.minimum(window_count, tl.load(window_lengths + token))
@@ -114,34 +119,23 @@ def _sparse_mla_kernel(
         blocks += _blocks(
             compressed_slots, compressed_count, compressed_rows, BLOCK_N, COMPRESSED_WIDTH, SCAN
         )
-    # This split's blocks of each source.
-    start, stop = split * blocks // splits, (split + 1) * blocks // splits
-    first, last = tl.minimum(start, window_blocks), tl.minimum(stop, window_blocks)
-    window_slot = load_slots(window_slots, first * BLOCK_N, window_count, window_rows, BLOCK_N)
-    if COMPRESSED_WIDTH:
-        start, stop = tl.maximum(start, window_blocks), tl.maximum(stop, window_blocks)
-        start, stop = start - window_blocks, stop - window_blocks
-        compressed_slot = load_slots(
-            compressed_slots, start * BLOCK_N, compressed_count, compressed_rows, BLOCK_N
-        )
-    q += token * q_stride_t + head[:, None] * q_stride_h
-    q_value = _load_q(q, live[:, None], 0, VALUE, BLOCK_V)
-    q_tail = _load_q(q, live[:, None], VALUE, TAIL, BLOCK_T) if TAIL else q_value
+    first, last = split * blocks // splits, (split + 1) * blocks // splits
 
     scale_log2 = scale * LOG2E
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc, top, total = _attend(
-        window_cache, window_slots, window_slot, window_count, window_rows, window_page_stride,
-        first, last,
+        window_cache, window_slots, window_count, window_rows, window_page_stride,
+        tl.minimum(first, window_blocks), tl.minimum(last, window_blocks),
         q_value, q_tail, acc, top, total, scale_log2,
         VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, WINDOW, PTX,
     )  # fmt: skip
     if COMPRESSED_WIDTH:
         acc, top, total = _attend(
-            compressed_cache, compressed_slots, compressed_slot, compressed_count, compressed_rows,
-            compressed_page_stride, start, stop,
+            compressed_cache, compressed_slots, compressed_count, compressed_rows,
+            compressed_page_stride,
+            tl.maximum(first - window_blocks, 0), tl.maximum(last - window_blocks, 0),
             q_value, q_tail, acc, top, total, scale_log2,
             VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, COMPRESSED, PTX,
         )  # fmt: skip

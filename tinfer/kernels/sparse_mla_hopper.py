@@ -158,23 +158,23 @@ def _consume(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(bars.index(EMPTY), count=1)
         for pair in range(1 - W, pairs):
-            # The own block 2*pair + W starts, the other consumer's block before it ends.
+            # The other consumer's block first: its buffer is then free to be filled again.
             move = pair * zero
-            mbarrier.wait(bars.index(FULL + W), (used + pair) & 1)
-            s = _multiply(q_s, k_s, W, move, S)
-            bias = lines.index(BIAS + W).load(COLS)
             mbarrier.wait(bars.index(READY + F), (used + pair - 1 + W) & 1)
             foreign = lines.index(RESCALE + F).load(ROWS)
             top = lines.index(TOP + F).load(ROWS)
             acc = acc * gl.convert_layout(foreign, ACC_ROWS)[:, None]
             values = k_s.index(2 * F + W + move)
             acc = warpgroup_mma(p_s.index(F + move), values, acc, is_async=True)
-            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.wait(bars.index(FULL + W), (used + pair) & 1)
+            s = _multiply(q_s, k_s, W, move, S)
+            bias = lines.index(BIAS + W).load(COLS)
+            acc = warpgroup_mma_wait(2, deps=[acc])
+            mbarrier.arrive(bars.index(EMPTY + F), count=1)
+            s = warpgroup_mma_wait(0, deps=[s])
             p, top, rescale = _exponentiate(s, bias, top, scale_log2)
             weight = p.to(gl.bfloat16)
             total = total * foreign * rescale + gl.sum(p, axis=1)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(bars.index(EMPTY + F), count=1)
             _publish(weight, top, rescale, p_s, lines, bars, W)
             acc = acc * gl.convert_layout(rescale, ACC_ROWS)[:, None]
             left = gl.convert_layout(weight, LEFT)
