@@ -38,6 +38,7 @@ class Plan:
     capacity: int
     sizes: tuple[int, ...]  # token columns of a tile's products: one, or (N0, N1, N2)
     packed: bool
+    stages: int  # of activations on their way, where shared memory holds them
 
     @property
     def many(self) -> bool:
@@ -53,20 +54,24 @@ class Plan:
     def shared(self) -> Options:
         """Constants of a `_moe_many` kernel."""
         sizes = dict(zip(("N0", "N1", "N2"), self.sizes, strict=True))
-        tile = {"FMT": self.fmt, "WARPS": 4, "PACKED": self.packed, "STAGES": 3}
-        return tile | sizes | {"num_warps": 4, "num_stages": 3}
+        tile = {"FMT": self.fmt, "WARPS": 4, "PACKED": self.packed}
+        stages = {"STAGES": self.stages, "num_stages": self.stages}
+        return tile | sizes | stages | {"num_warps": 4}
 
 
 def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Target) -> Plan:
     """By the average number of rows an expert gets."""
     fmt, average = ("e2m1" if fp4 else "e4m3"), routed / experts
-    packed = is_packed(device)
+    packed, small = is_packed(device), device.shared_kib < 128
+    stages = 2 if small else 3
     if average > 12 and not (dim % 128 or inner % 128):
-        sizes = (64, 128, 0) if average > 96 else (64, 64, 32) if average > 32 else (32, 32, 0)
-        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed)
+        sizes = (64, 64, 32) if average > 32 else (32, 32, 0)
+        if average > 96 and not small:
+            sizes = (64, 128, 0)
+        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed, stages)
     tile = 8 if average <= 5 else 16 if average <= 12 else 64
     order = "eights" if fp4 else "natural"
-    return Plan(fmt, order, tile, (tile,), packed)
+    return Plan(fmt, order, tile, (tile,), packed, stages)
 
 
 def supports_moe_experts(
