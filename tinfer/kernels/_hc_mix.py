@@ -16,7 +16,7 @@ and a last kernel adds the ranges in fixed order and makes the mixes.
   are a matrix product over the stream it wrote. It reads the stream once more, but the kernel
   for few needs 200 to 255 registers a thread for a tile's coefficients, so that little hides the
   memory's latency: the boundary took 275 us in its best tiles at 4096 tokens on an H200, this way
-  196 us, of which one pass over the memory is 99 us and the product 70 us.
+  196 us, where one pass over the memory is 99 us and `hc_mix` alone takes 84 us.
 
 fp32 quality on tensor cores: fn is split exactly into three bf16 parts, whose products with the
 bf16 stream are exact, and every column block is summed on its own before it is added in fp32.
