@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tinfer import ops
 from tinfer.cache import Cache
+from tinfer.chunks import row_chunks
 from tinfer.formats import Fp8Block32
 from tinfer.model.batch import Batch
 from tinfer.model.linear import Cast, linear
@@ -72,18 +73,53 @@ class Indexer:
         cache: Cache,
         shared: Shared,
     ) -> Tensor:
-        keys, layout = cache.index_keys[self.kv_source], cache.index_layout
-        table, own = cache.compressed_table[self.ratio], self.candidates
-        if own is not None and not own.is_source and bound > own.blocks * own.block_size:
-            assert shared.candidates is not None
-            scores = ops.index_logits_blocks(
-                *query, keys, layout, table, batch.seq, shared.candidates, own.block_size, visible
-            )
-            lengths = ops.candidate_lengths(visible, own.block_size, own.blocks)
-            compact = ops.topk_indices(scores, lengths, k)
-            return ops.restore_candidates(compact, shared.candidates, own.block_size)
-        scores = ops.index_logits(*query, keys, layout, table, batch.seq, visible, bound)
-        scores = batch.trace(f"layer{self.layer}.index_scores", scores)
-        if own is not None and own.is_source:
-            shared.candidates = ops.candidate_blocks(scores, visible, own.block_size, own.blocks)
-        return ops.topk_indices(scores, visible, k)
+        """Scores, candidates and choice in chunks of rows, so that scores stay within a budget."""
+        own = self.candidates
+        restricted = own is not None and not own.is_source and bound > own.blocks * own.block_size
+        columns = own.blocks * own.block_size if own is not None and restricted else bound
+        given, chosen, published = shared.candidates, [], []
+        for rows in row_chunks(visible.shape[0], columns):
+            part = (*(q[rows] for q in query),)
+            seq, seen = batch.seq[rows], visible[rows]
+            if own is not None and restricted:
+                assert given is not None
+                ids = self._among(part, given[rows], seq, seen, k, own, cache)
+            else:
+                scores = self._scores(part, seq, seen, bound, cache)
+                scores = batch.trace(f"layer{self.layer}.index_scores", scores)
+                if own is not None and own.is_source:
+                    published.append(ops.candidate_blocks(scores, seen, own.block_size, own.blocks))
+                ids = ops.topk_indices(scores, seen, k)
+            chosen.append(ids)
+        if published:
+            shared.candidates = published[0] if len(published) == 1 else torch.cat(published)
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _scores(
+        self, query: tuple[Tensor, ...], seq: Tensor, visible: Tensor, bound: int, cache: Cache
+    ) -> Tensor:
+        q, q_s, weights = query
+        keys, table = cache.index_keys[self.kv_source], cache.compressed_table[self.ratio]
+        return ops.index_logits(
+            q, q_s, weights, keys, cache.index_layout, table, seq, visible, bound
+        )
+
+    def _among(
+        self,
+        query: tuple[Tensor, ...],
+        blocks: Tensor,
+        seq: Tensor,
+        visible: Tensor,
+        k: int,
+        own: Candidates,
+        cache: Cache,
+    ) -> Tensor:
+        """The choice among candidate blocks only."""
+        q, q_s, weights = query
+        keys, table = cache.index_keys[self.kv_source], cache.compressed_table[self.ratio]
+        layout, size = cache.index_layout, own.block_size
+        scores = ops.index_logits_blocks(
+            q, q_s, weights, keys, layout, table, seq, blocks, size, visible
+        )
+        lengths = ops.candidate_lengths(visible, size, own.blocks)
+        return ops.restore_candidates(ops.topk_indices(scores, lengths, k), blocks, size)
