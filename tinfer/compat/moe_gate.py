@@ -89,7 +89,7 @@ def moe_gate(
     Returns:
         ids int32 `[T, topk]` by descending biased score, ties to the lower id, and the weights
         fp32 `[T, topk]`: the unbiased scores, normalized, times `route_scale`. A NaN score
-        ranks below every number; ids are in range and distinct whatever the logits are.
+        ranks as -inf; ids are in range and distinct whatever the logits are.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or `score_func` differ from the above.
@@ -102,7 +102,7 @@ def moe_gate(
     chosen_by = bias.expand_as(scores)
     if image is not None and bias_vl is not None:
         chosen_by = torch.where(image[:, None], bias_vl, chosen_by)
-    ranked = (scores + chosen_by).double().nan_to_num(-torch.inf, torch.inf, -1e300)
+    ranked = (scores + chosen_by).nan_to_num(-torch.inf, torch.inf, -torch.inf)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     weights = scores.gather(1, order)
     if normalize and topk > 1:

@@ -1,9 +1,10 @@
 """Expert choice: scores, biased top-k and normalized route weights of a row in one program.
 
-A program is one warp, so that a row's maximum is one warp reduction. The k rounds each take the
-maximum of the biased scores (as integers that order like floats, NaN below all numbers), the
-lowest id that has it, and strike it out. A row is held in tiles of 128, so that 384 experts are
-not padded to 512; the weights' scores are computed again from the chosen logits.
+A program is one warp, so that a row's maximum is one warp reduction. Biased scores become
+integers that order like floats. A row is held in tiles of 128 (384 experts are not padded to
+512), sorted against each other column by column; each of the k rounds takes the maximum of the
+first tile and the lowest id that has it, and moves that column up. The weights' scores are
+computed again from the chosen logits.
 
 sqrt(softplus(x)) costs one exp2, one square root and no logarithm: with t = exp(-|x|/2), m = t*t
 and R(m) = log1p(m)/m, a polynomial on [0, 1], it is sqrt(x + m*R) for x > 0 and t*sqrt(R) below,
@@ -61,10 +62,9 @@ def _score(x, top, total, SCORE: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """fp32 -> int32 in the same order; NaN comes below all numbers and above _STRUCK."""
-    bits = x.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _STRUCK + 1, key)
+    """fp32 -> int32 in the same order, above _STRUCK; NaN counts as -inf."""
+    bits = tl.maximum(x, float("-inf")).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -129,6 +129,22 @@ def _moe_gate_kernel(
 
 
 @triton.jit
+def _exchanged(keys, places, AT: tl.constexpr, TILES: tl.constexpr):
+    """The tiles with AT and AT + 1 in descending order of keys, column by column; stable."""
+    swap = keys[AT + 1] > keys[AT]
+    keys_out, places_out = (), ()
+    for c in tl.static_range(TILES):
+        if c == AT or c == AT + 1:
+            key = tl.where(swap, keys[2 * AT + 1 - c], keys[c])
+            place = tl.where(swap, places[2 * AT + 1 - c], places[c])
+        else:
+            key, place = keys[c], places[c]
+        keys_out = keys_out + (key,)  # noqa: RUF005
+        places_out = places_out + (place,)  # noqa: RUF005
+    return keys_out, places_out
+
+
+@triton.jit
 def _best_ids(
     keys,
     lane,
@@ -139,24 +155,35 @@ def _best_ids(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """int32 [BLOCK_T, BLOCK_K]: places of the K highest keys, equal ones by ascending place."""
+    """int32 [BLOCK_T, BLOCK_K]: places of the K highest keys, equal ones by ascending place.
+
+    The tiles are sorted against each other, so that the maximum is always in the first; the
+    column it is taken from moves up.
+    """
+    places = ()
+    for c in tl.static_range(TILES):
+        place = tl.broadcast_to(c * BLOCK_E + lane, (BLOCK_T, BLOCK_E))
+        places = places + (place,)  # noqa: RUF005
+    for last in tl.static_range(1, TILES):
+        for c in tl.static_range(TILES - last):
+            keys, places = _exchanged(keys, places, c, TILES)
     ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
     for i in tl.static_range(K):
-        high = keys[0]
-        for c in tl.static_range(1, TILES):
-            high = tl.maximum(high, keys[c])
-        best = tl.max(high, axis=1)[:, None]
-        place = tl.where(keys[0] == best, lane, TILES * BLOCK_E)
-        for c in tl.static_range(1, TILES):
-            found = tl.where(keys[c] == best, c * BLOCK_E + lane, TILES * BLOCK_E)
-            place = tl.minimum(place, found)
-        chosen = tl.min(place, axis=1)[:, None]
+        best = tl.max(keys[0], axis=1)[:, None]
+        found = tl.where(keys[0] == best, places[0], TILES * BLOCK_E)
+        chosen = tl.min(found, axis=1)[:, None]
         ids = tl.where(slot == i, chosen, ids)
-        left = ()
+        hit = places[0] == chosen
+        keys_left, places_left = (), ()
         for c in tl.static_range(TILES):
-            key = tl.where(c * BLOCK_E + lane == chosen, _STRUCK, keys[c])
-            left = left + (key,)  # noqa: RUF005
-        keys = left
+            if c + 1 < TILES:
+                key = tl.where(hit, keys[c + 1], keys[c])
+                place = tl.where(hit, places[c + 1], places[c])
+            else:
+                key, place = tl.where(hit, _STRUCK, keys[c]), places[c]
+            keys_left = keys_left + (key,)  # noqa: RUF005
+            places_left = places_left + (place,)  # noqa: RUF005
+        keys, places = keys_left, places_left
     return ids
 
 
@@ -215,7 +242,7 @@ def moe_gate(
         NORMALIZE=normalize and topk > 1,
         HAS_IMAGE=image is not None,
         BLOCK_T=block,
-        BLOCK_E=min(triton.next_power_of_2(experts), 128),
+        BLOCK_E=_expert_tile(experts),
         BLOCK_K=triton.next_power_of_2(topk),
         num_warps=1,
     )
@@ -223,5 +250,10 @@ def moe_gate(
 
 
 def _moe_gate_tiles(tokens: int) -> int:
-    """Rows of one warp: 4096 rows of 384 on an H200 9.1 us, two rows 9.6, four 10.5 (graph)."""
+    """Rows of one warp: more at a time only lengthen its chain of reductions."""
     return 1
+
+
+def _expert_tile(experts: int) -> int:
+    """At most 4 tiles, whose columns are sorted, and no wider than that takes: 3 of 128 for 384."""
+    return triton.next_power_of_2(max(triton.cdiv(experts, 4), min(experts, 128)))

@@ -118,7 +118,7 @@ def clear_rows(a: Arguments, topk: int) -> tuple[Tensor, Tensor]:
     Neighbours whose logits and biases are equal have equal scores however they are evaluated.
     """
     _, ranked, error = oracle(a)
-    known = ranked.nan_to_num(float("-inf"))
+    known = ranked.nan_to_num(float("-inf"), float("inf"), float("-inf"))
     order = known.sort(dim=-1, descending=True, stable=True).indices
     ranked, error = ranked.gather(1, order), error.gather(1, order)
     logits = a["logits"].gather(1, order)
