@@ -95,6 +95,8 @@ def portable_tile(heads: int, packed: bool, few: bool, on: Target) -> Tile:
     """
     block_h = min(64, pow2(heads))
     if on.shared_kib >= 227:
+        if not packed and int(on.arch) >= 100:  # its dots keep one operand more in shared memory
+            return Tile(block_h, 32, 8, 2)
         return Tile(block_h, 32, 8, 3) if few else Tile(block_h, 64, 8, 2)
     if on.backend == "hip":
         return Tile(min(block_h, 16), 32, 4, 1)
