@@ -34,18 +34,21 @@ from tools.nano.stored import compare, load_backbone
 
 ROOT = Path(__file__).resolve().parents[1]
 QUESTIONS = ROOT / "tests/assets/questions.jsonl"
-NEW_TOKENS = 48
 
 
 def answer(
-    model: Model, loaded: Loaded, asked: Sequence[Question], batch: int, chunk: int
+    model: Model, loaded: Loaded, asked: Sequence[Question], args: argparse.Namespace
 ) -> list[list[int]]:
     """Generated ids of every question, the end token included."""
     assert loaded.tokenizer is not None
-    params = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, stop_ids=loaded.eos_ids())
+    params = SamplingParams(
+        temperature=0.0, max_new_tokens=args.new_tokens, stop_ids=loaded.eos_ids()
+    )
     prompts = [questions.prompt_ids(loaded.tokenizer, q.prompt) for q in asked]
     longest = max(map(len, prompts))
-    size = CacheSize(min(batch, len(asked)), longest + NEW_TOKENS, min(longest, chunk))
+    size = CacheSize(
+        min(args.batch, len(asked)), longest + args.new_tokens, min(longest, args.chunk)
+    )
     ids: list[list[int]] = [[] for _ in asked]
     for step in Engine(model, size).generate([Request(p, params) for p in prompts]):
         if step.token is not None:
@@ -67,7 +70,7 @@ def scores(
     ids: list[list[int]] = []
     for task in dict.fromkeys(q.task for q in asked):
         mine = [q for q in asked if q.task == task]
-        new = answer(model, loaded, mine, args.batch, args.chunk)
+        new = answer(model, loaded, mine, args)
         right = 0
         for q, i in zip(mine, new, strict=True):
             good = said(tokenizer, i, eos) == q.answer
@@ -110,7 +113,10 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="draw the questions anew, and stop")
     parser.add_argument("--tasks", help="only tasks that begin with one of these, with commas")
     parser.add_argument("--every", type=int, default=1, help="ask every n-th question of a task")
-    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument(
+        "--ablate", nargs="?", const="", help="only what begins so; nothing: everything"
+    )
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--unrounded", action="store_true", help="what rounding costs")
     parser.add_argument("--drafts", action="store_true", help="tokens a speculative step yields")
     parser.add_argument("--device")
@@ -143,8 +149,9 @@ def main() -> None:
         print(unrounded(loaded, asked))
     if args.drafts:
         print(drafts(model, loaded, asked, ids))
-    for name, edit in ABLATIONS.items() if args.ablate else ():
-        print(row(name, scores(ablate(model, edit), loaded, asked, args)[0]), flush=True)
+    for name, edit in ABLATIONS.items():
+        if args.ablate is not None and name.startswith(args.ablate):
+            print(row(name, scores(ablate(model, edit), loaded, asked, args)[0]), flush=True)
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
 
 
