@@ -103,7 +103,10 @@ _SHAPES: list[tuple[str, str, int, int, int, bool, bool]] = [
     ("none-3x63-0", "normal", 3, 63, 0, True, False),
     ("empty-0x63-2", "normal", 0, 63, 2, False, False),
 ]
-CASES = [Case("token_logprobs", n, _scores(*args)) for n, *args in _SHAPES]
+CASES = [
+    Case("token_logprobs", n, _scores(kind, b, v, top, scaled, bf16))
+    for n, kind, b, v, top, scaled, bf16 in _SHAPES
+]
 CASES += [Case("token_logprobs", "dead-3x70-4", _dead)]
 CASES += [
     Case("sum_smaller_probs", n.rsplit("-", 1)[0], _scores(kind, b, v, None, scaled, bf16))

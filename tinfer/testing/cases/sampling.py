@@ -31,7 +31,7 @@ def parameters(rows: int, device: torch.device, *values: float) -> dict[str, Ten
 
 def mixed_parameters(g: torch.Generator, rows: int) -> dict[str, Tensor]:
     """Every row draws its own parameters from the lists below."""
-    lists = {
+    lists: dict[str, list[float]] = {
         "temperature": [1.0, 0.6, 1.5, 0.01, 5.0, 0.3, 0.0, 1e-5],
         "top_k": [0, 0, 1, 20, 128, 4096, -1],
         "top_p": [1.0, 0.99, 0.9, 0.5, 0.0, 2.0],
