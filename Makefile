@@ -1,15 +1,19 @@
 # `make demo` runs the main job, `make test` the tests; both set up a virtual environment first.
+# `make test-all` adds the slow tests: ahead-of-time compilation for every target, long prompts.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(1, min(os.cpu_count() or 1, 8)))')
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m tinfer.generate --prompt "中国的首都是哪里？" --temperature 0 --report-kernels
 
 test: $(VENV)/test.stamp
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+
+test-all: $(VENV)/test.stamp
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/dev.stamp
