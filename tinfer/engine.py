@@ -228,7 +228,7 @@ class Engine:
         if params.max_new_tokens == 0:
             return Step(s.index, None, logits, None, (), "length", *prompt)
         if status != 0 and len(s.generated) >= len(s.request.force_ids):
-            error = f"error: logits are {status_text(status)}"
+            error = f"error: {status_text(status)}"
             return Step(s.index, None, logits, None, (), error, *prompt)
         s.generated.append(token)
         reason = self._finish_reason(s, token)

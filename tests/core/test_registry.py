@@ -71,7 +71,7 @@ def test_auto_falls_back_and_says_so_once(double, caplog) -> None:
 @pytest.mark.parametrize(("spec", "strict"), [("triton", False), ("auto", True)])
 def test_no_silent_fallback(double, spec: str, strict: bool) -> None:
     op, _ = double
-    with registry.use_kernels(spec, strict), pytest.raises(UnsupportedError, match="double.*odd"):
+    with registry.use_kernels(spec, strict), pytest.raises(UnsupportedError, match=r"double.*odd"):
         op(3)
 
 

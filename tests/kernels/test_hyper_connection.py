@@ -68,9 +68,9 @@ def test_tp_01_sa_18_portable_grids(case: Case) -> None:
 def test_programs_loop_over_what_the_grid_lacks(
     op: str, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinfer.kernels import _hc_enter, hyper_connection, hyper_connection_mix
+    from tinfer.kernels import _hc_enter, _hyper_connection_mix, hyper_connection
 
-    for module in (_hc_enter, hyper_connection, hyper_connection_mix):
+    for module in (_hc_enter, hyper_connection, _hyper_connection_mix):
         monkeypatch.setattr(module, "MAX_PROGRAMS", 2)
     name = "129x4x96" if op == "hc_split" else "5x2x160"
     case = next(c for c in cases(op) if c.name == name)
@@ -84,11 +84,11 @@ def test_programs_loop_over_what_the_grid_lacks(
 def test_the_way_of_many_tokens(
     op: str, name: str, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tinfer.kernels import hyper_connection_mix
+    from tinfer.kernels import _hyper_connection_mix
 
     case = next(c for c in cases(op) if c.name == name)
     few = [launch.name for launch in launches_of(case)]
-    monkeypatch.setattr(hyper_connection_mix, "FEW_TOKENS", 2)
+    monkeypatch.setattr(_hyper_connection_mix, "FEW_TOKENS", 2)
     assert "_hc_partial_kernel" in few
     assert "_hc_dots_kernel" in [launch.name for launch in launches_of(case)]
     check_parity(case, seed, device, monkeypatch)

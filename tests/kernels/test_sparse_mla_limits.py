@@ -105,8 +105,8 @@ def test_sa18_every_row_is_computed(count: int, device: str) -> None:
 @pytest.mark.interpret
 def test_caches_unpacked_once_give_the_same_bits(device: str) -> None:
     """What the Hopper launcher does for a long prefill over small pools, seen by the portable."""
+    from tinfer.kernels._sparse_mla_plan import Source, unpacks
     from tinfer.kernels.sparse_mla import _attend_portable
-    from tinfer.kernels.sparse_mla_plan import Source, unpacks
 
     arguments = packed(3, device)
     want = triton(arguments)
@@ -204,7 +204,7 @@ def test_captured_in_a_graph(tokens: int, dim: int, heads: int, device: str) -> 
 
 def variants() -> int:
     """Compiled variants of the portable kernel."""
-    from tinfer.kernels.sparse_mla_forward import _sparse_mla_kernel
+    from tinfer.kernels._sparse_mla_forward import _sparse_mla_kernel
 
     return sum(len(cache[0]) for cache in _sparse_mla_kernel.device_caches.values())
 

@@ -26,8 +26,7 @@ from tinfer.compat.hyper_connection import (
 )
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason
 from tinfer.kernels._hc_enter import MAX_WIDTH, enter
-from tinfer.kernels._jit import to_bf16, to_fp32
-from tinfer.kernels.hyper_connection_mix import (
+from tinfer.kernels._hyper_connection_mix import (
     hc_boundary,
     hc_mix,
     hc_pre,
@@ -37,6 +36,7 @@ from tinfer.kernels.hyper_connection_mix import (
     supports_hc_pre,
     supports_hc_split,
 )
+from tinfer.kernels._jit import to_bf16, to_fp32
 
 __all__ = [
     "hc_boundary",

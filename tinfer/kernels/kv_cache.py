@@ -67,7 +67,9 @@ def _store_kv_kernel(
             x = norm_tile(x, weight_ptr, eps, DIM, DP)
         if cos_sin_ptr is not None:
             position = tl.load(positions_ptr + token, mask=exists, other=0)
-            x = rotate_tile(x, cos_sin_ptr, position, slot >= 0, cos_sin_stride, ROWS, DIM, DP, ROPE)
+            x = rotate_tile(
+                x, cos_sin_ptr, position, slot >= 0, cos_sin_stride, ROWS, DIM, DP, ROPE
+            )
         x = first_cast(x, ROWS, DP, FIRST_GROUP, FIRST_SCALE, NATIVE)
         store_tile(
             x,

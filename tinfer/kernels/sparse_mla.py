@@ -7,8 +7,8 @@ result once to bf16. Rows are gathered from both caches by slot and dequantized 
 which is exact. Few tokens split their keys over several programs; the merge is exact and its
 order fixed, but the number of splits, hence the last bit, depends on the number of tokens.
 
-`sparse_mla_forward` runs everywhere; on Hopper `sparse_mla_hopper` takes the release's rows of
-512 channels. The choice (`sparse_mla_plan`) is a pure function of sizes, layouts and target.
+`_sparse_mla_forward` runs everywhere; on Hopper `_sparse_mla_hopper` takes the release's rows of
+512 channels. The choice (`_sparse_mla_plan`) is a pure function of sizes, layouts and target.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tinfer.compat.sparse_mla import check_sparse_mla
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
-from tinfer.kernels._target import target
-from tinfer.kernels.sparse_mla_combine import _sparse_mla_combine_kernel
-from tinfer.kernels.sparse_mla_forward import _sparse_mla_kernel
-from tinfer.kernels.sparse_mla_plan import (
+from tinfer.kernels._sparse_mla_combine import _sparse_mla_combine_kernel
+from tinfer.kernels._sparse_mla_forward import _sparse_mla_kernel
+from tinfer.kernels._sparse_mla_plan import (
     HOPPER_KEYS,
     HOPPER_WIDTH,
     Source,
@@ -32,6 +31,7 @@ from tinfer.kernels.sparse_mla_plan import (
     takes_hopper,
     unpacks,
 )
+from tinfer.kernels._target import target
 from tinfer.kv_layout import KVLayout
 
 Results = tuple[Tensor, Tensor, Tensor]
@@ -200,7 +200,7 @@ def _attend_hopper(
     q: Tensor, sources: list[Source], sink: Tensor | None, scale: float, results: Results
 ) -> None:
     """The same with the warp-specialized kernel, whose programs walk over the rows."""
-    from tinfer.kernels.sparse_mla_hopper import _sparse_mla_hopper_kernel
+    from tinfer.kernels._sparse_mla_hopper import _sparse_mla_hopper_kernel
 
     tokens, heads, _ = q.shape
     on = target(q.device)

@@ -57,9 +57,9 @@ def assert_close(
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, want {expected.shape}"
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype}, want {expected.dtype}"
     l2, top = errors(actual, expected)
-    assert l2 <= rel_l2 and top <= max_rel, (
-        f"{name}: rel_l2 {l2:.2e} (<= {rel_l2:.2e}), max_rel {top:.2e} (<= {max_rel:.2e})"
-    )
+    found = f"{name}: rel_l2 {l2:.2e} (<= {rel_l2:.2e}), max_rel {top:.2e} (<= {max_rel:.2e})"
+    assert l2 <= rel_l2, found
+    assert top <= max_rel, found
 
 
 def assert_equal_tree(actual: Any, expected: Any, name: str = "output") -> None:

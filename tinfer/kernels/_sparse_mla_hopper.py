@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tinfer.kernels.sparse_mla_gather import (
+from tinfer.kernels._sparse_mla_gather import (
     BIAS,
     DONE,
     EMPTY,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._jit import to_bf16
-from tinfer.kernels.sparse_mla_forward import LOG2E
+from tinfer.kernels._sparse_mla_forward import LOG2E
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._jit import _dot, to_bf16
-from tinfer.kernels.sparse_mla_tile import load_slots, load_tile, used_blocks
+from tinfer.kernels._sparse_mla_tile import load_slots, load_tile, used_blocks
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
+from tinfer.kernels._sparse_mla_tile import Key, layout_key
 from tinfer.kernels._target import Target
-from tinfer.kernels.sparse_mla_tile import Key, layout_key
 from tinfer.kv_layout import KVLayout
 
 SLOT_LIMIT = 2**31 - 1  # slots are int32
