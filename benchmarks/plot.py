@@ -1,6 +1,6 @@
 """Draw a results file: how many times faster than the best published peer, op by op.
 
-    python -m benchmarks.plot benchmarks/results/nvidia-h200.jsonl docs/benchmark.png
+python -m benchmarks.plot benchmarks/results/nvidia-h200.jsonl docs/benchmark.png
 """
 
 from __future__ import annotations
