@@ -141,3 +141,36 @@ def test_im02_no_optional_library_is_needed() -> None:
     command = [sys.executable, "-c", BLOCKED, str(ROOT / "models" / "six_types")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_fp8_experts_of_a_converted_checkpoint(tmp_path) -> None:
+    """Experts folded losslessly into fp8 tiles: loaded by type, and the same logits bit for bit."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    from tests.model.golden import token_map
+    from tinfer.checkpoint import open_checkpoint
+    from tinfer.config import ModelConfig
+    from tinfer.formats import Fp4Group32, Fp8Block32
+    from tinfer.model.build import build_model
+
+    source = ROOT / "models" / "six_types"
+    raw = json.loads((source / "config.json").read_text()) | {"expert_dtype": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(source / "model.safetensors")
+    for name in [n for n in tensors if ".experts." in n and n.endswith(".weight")]:
+        scale = name.replace(".weight", ".scale")
+        weight = Fp4Group32(tensors[name].view(torch.uint8), tensors[scale].view(torch.uint8))
+        codes, tiles = ops.fp4_to_fp8(weight, 32)
+        tensors[name] = codes.view(torch.float8_e4m3fn)
+        tensors[scale] = tiles.view(torch.float8_e8m0fnu)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = ModelConfig.load(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, config)
+    folded = build_model(config, checkpoint, "cpu", 256, token_map(source, config))
+    packed = load_model(source)
+    assert isinstance(folded.backbone.blocks[0].ffn.w13, Fp8Block32)
+    batch = Batch.of([(0, 0, [5, 6, 7, 90, 91, 92, 13])], "cpu")
+    mine, theirs = (m.backbone(batch, fresh(m)).x for m in (folded, packed))
+    assert torch.equal(mine, theirs)

@@ -19,7 +19,7 @@ from tinfer.model.engram_hash import hash_constants
 from tinfer.model.engram_table import EngramTable, ResidentTable
 from tinfer.model.hyper_connection import HyperConnection
 from tinfer.model.indexer import Candidates, Indexer
-from tinfer.model.moe import Gate, MoE
+from tinfer.model.moe import ExpertWeight, Gate, MoE
 from tinfer.model.rope import rope_table
 from tinfer.model.transformer import Block, Transformer
 
@@ -89,21 +89,26 @@ class _Builder:
         parts = [self.fp8(n) for n in names]
         return Fp8Block32(torch.cat([p.weight for p in parts]), torch.cat([p.scale for p in parts]))
 
-    def experts(self, prefix: str, count: int) -> tuple[Fp4Group32, Fp4Group32]:
-        """(w1 over w3, w2) of all experts, copied straight into their place on the device."""
+    def experts(self, prefix: str, count: int) -> tuple[ExpertWeight, ExpertWeight]:
+        """(w1 over w3, w2) of all experts, copied straight into their place on the device.
+
+        FP4 as released, or the lossless fp8 form of a converted checkpoint.
+        """
         dim, inter = self.config.dim, self.config.moe_inter_dim
-        w13 = self._bytes(count, 2 * inter, dim // 2)
-        w13_s = self._bytes(count, 2 * inter, dim // 32)
-        w2 = self._bytes(count, dim, inter // 2)
-        w2_s = self._bytes(count, dim, inter // 32)
+        packed, rows = (2, 1) if self.config.expert_dtype == "fp4" else (1, 32)
+        w13 = self._bytes(count, 2 * inter, dim // packed)
+        w13_s = self._bytes(count, 2 * inter // rows, dim // 32)
+        w2 = self._bytes(count, dim, inter // packed)
+        w2_s = self._bytes(count, dim // rows, inter // 32)
         for e in range(count):
             name = f"{prefix}.experts.{e}"
-            for part, rows in (("w1", slice(0, inter)), ("w3", slice(inter, 2 * inter))):
-                self._fill(w13[e, rows], f"{name}.{part}.weight")
-                self._fill(w13_s[e, rows], f"{name}.{part}.scale")
+            for i, part in enumerate(("w1", "w3")):
+                self._fill(w13[e].unflatten(0, (2, -1))[i], f"{name}.{part}.weight")
+                self._fill(w13_s[e].unflatten(0, (2, -1))[i], f"{name}.{part}.scale")
             self._fill(w2[e], f"{name}.w2.weight")
             self._fill(w2_s[e], f"{name}.w2.scale")
-        return Fp4Group32(w13, w13_s), Fp4Group32(w2, w2_s)
+        form = Fp4Group32 if self.config.expert_dtype == "fp4" else Fp8Block32
+        return form(w13, w13_s), form(w2, w2_s)
 
     def _bytes(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self.device)

@@ -11,6 +11,9 @@ from tinfer.formats import Fp4Group32, Fp8Block32
 from tinfer.model.batch import Batch
 from tinfer.model.linear import cast, linear
 
+# FP4 as released, or folded losslessly into fp8 tiles by a converter; stacked over experts.
+ExpertWeight = Fp4Group32 | Fp8Block32
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -44,8 +47,8 @@ class Gate:
 class MoE:
     name: str
     gate: Gate
-    w13: Fp4Group32  # [E, 2I, D/2]: the rows of w1, then those of w3
-    w2: Fp4Group32  # [E, D, I/2]
+    w13: ExpertWeight  # [E, 2I, D] unpacked: the rows of w1, then those of w3
+    w2: ExpertWeight  # [E, D, I] unpacked
     shared_w13: Fp8Block32
     shared_w2: Fp8Block32
     limit: float
