@@ -125,7 +125,8 @@ def measure(case: Case, seed: int, roof: timing.Ceilings, with_ref: bool) -> Row
     arguments = case.arguments(seed, "cuda")
     kernel = timing.cold(lambda: op.kernel(**arguments))
     row: Row = {"us": dataclasses.astuple(kernel)}
-    row["graph_us"] = timing.graph(lambda: op.kernel(**arguments)).p50
+    if case.captures:
+        row["graph_us"] = timing.graph(lambda: op.kernel(**arguments)).p50
     if with_ref:
         theirs = {k: clone(v) for k, v in arguments.items()}
         row["ref_us"] = timing.cold(lambda: op.ref(**theirs), budget_ms=30).p50
@@ -141,7 +142,8 @@ def show(row: Row) -> str:
         return f"{name} FAIL {row['fail']}"
     columns = [("gbs", 7, 0), ("pct_copy", 6, 0), ("pct_same", 6, 0), ("tflops", 8, 1)]
     columns += [("pct_mm", 5, 0), ("x_ref", 7, 1), ("x_peer", 6, 2)]
-    us = "".join(f"{v:>9.2f}" for v in (*row["us"], row["graph_us"]))
+    us = "".join(f"{v:>9.2f}" for v in row["us"])
+    us += f"{row['graph_us']:>9.2f}" if "graph_us" in row else f"{'-':>9}"
     rest = (f"{row[k]:>{w}.{d}f}" if k in row else f"{'-':>{w}}" for k, w, d in columns)
     return name + us + "".join(rest)
 

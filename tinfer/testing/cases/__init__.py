@@ -37,7 +37,8 @@ class Case:
     `make` draws fresh random arguments from the generator on the device. `real` marks the
     model's own sizes, too large for the interpreter. `bench` marks the cases that are timed;
     `bytes` counts each input and output byte once and `flops` the useful operations, for the
-    roofline. `mutates` names the arguments that the op changes in place.
+    roofline. `mutates` names the arguments that the op changes in place. `captures` is False where
+    the op waits for the device, so that no graph can hold it.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Case:
     bytes: Callable[[Arguments], int] | None = None
     flops: Callable[[Arguments], float] | None = None
     anchor: Anchor | None = None
+    captures: bool = True
 
     @property
     def id(self) -> str:
