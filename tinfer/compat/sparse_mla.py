@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tinfer.compat.checks import require, require_dtype, require_shape
 from tinfer.kv_layout import KVLayout, check_cache
 
 LOG2E = 1.0 / math.log(2.0)
+BLOCK = 64  # keys that share a running maximum; decides how a probability rounds
 GATHER_ELEMENTS = 1 << 24  # bounds the gathered fp32 keys of one chunk of rows
 
 
@@ -93,13 +95,26 @@ def _attend(q: Tensor, kv: Tensor, valid: Tensor, scale: float) -> tuple[Tensor,
     """(out fp32 without sink, max_logit, log2 lse) of q [T,H,D] over kv [T,K,D] fp32."""
     logits = torch.einsum("thd,tkd->thk", q.float(), kv) * scale
     logits = logits.masked_fill(~valid[:, None, :], float("-inf"))
-    top = logits.amax(-1)
-    shift = torch.where(torch.isneginf(top), 0.0, top)
-    p = torch.exp2((logits - shift[..., None]) * LOG2E)
-    total = p.sum(-1)
-    out = torch.einsum("thk,tkd->thd", p.to(torch.bfloat16).float(), kv)
+    running = _running_max(logits)
+    top = running[..., -1]
+    p = torch.exp2((logits - _finite(running)) * LOG2E)
+    rescale = torch.exp2((running - _finite(top)[..., None]) * LOG2E)
+    total = (p * rescale).sum(-1)
+    out = torch.einsum("thk,tkd->thd", p.to(torch.bfloat16).float() * rescale, kv)
     out = out / torch.where(total == 0, 1.0, total)[..., None]
-    return out, top, torch.log2(total) + shift * LOG2E
+    return out, top, torch.log2(total) + _finite(top) * LOG2E
+
+
+def _running_max(logits: Tensor) -> Tensor:
+    """For each key, the maximum over its block of `BLOCK` keys and all blocks before it."""
+    keys = logits.shape[-1]
+    padded = F.pad(logits, (0, -keys % BLOCK), value=float("-inf"))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).amax(-1).cummax(-1).values
+    return blocks.repeat_interleave(BLOCK, -1)[..., :keys]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(torch.isneginf(x), 0.0, x)
 
 
 def sparse_mla(
@@ -142,12 +157,13 @@ def sparse_mla(
         source given in part.
 
     Numerics: rows are dequantized to bf16, which is exact; logits, exponentials and sums are
-        fp32; probabilities (relative to the running maximum) are rounded to bf16 before they
-        multiply the values, while the denominator sums them unrounded; the result takes one
-        rounding to bf16. A slot that is negative or beyond its cache is skipped: its memory is
-        not used, not even when it holds NaN. A slot listed twice counts twice. There is no
-        causal mask: the slots say what is visible. A row without keys gives zeros. sink +inf
-        gives zeros, -inf is no sink.
+        fp32; probabilities are rounded to bf16 before they multiply the values, while the
+        denominator sums them unrounded; the result takes one rounding to bf16. What is rounded
+        is relative to the running maximum: that of the key's block of 64 entries of the two
+        lists taken as one, and of all blocks before it. A slot that is negative or beyond its
+        cache is skipped: its memory is not used, not even when it holds NaN. A slot listed
+        twice counts twice. There is no causal mask: the slots say what is visible. A row
+        without keys gives zeros. sink +inf gives zeros, -inf is no sink.
     """
     check_sparse_mla(
         q,
