@@ -58,6 +58,9 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument("--stop", action="append", default=[], help="stop string; repeatable")
     how.add_argument("--ignore-eos", action="store_true")
     how.add_argument("--min-new-tokens", type=int, default=0, help="no stop token before")
+    how.add_argument(
+        "--drafts", action="store_true", help="several tokens a step: the same ones, sooner"
+    )
     how.add_argument("--repetition-penalty", type=float, default=1.0)
     how.add_argument("--frequency-penalty", type=float, default=0.0)
     how.add_argument("--presence-penalty", type=float, default=0.0)

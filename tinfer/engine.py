@@ -3,6 +3,10 @@
 Each step runs one forward pass over the rows of all active sequences: the next prompt chunk of
 those still in prefill and one token of those that decode. A request's draws depend on its own
 logits, parameters, seed and positions alone, never on what else is in the batch.
+
+With drafts a decode row is followed by the tokens that the draft stages propose. Every row is
+drawn from as ever, and the next one counts while the draft is what was drawn: the tokens are
+those of the run without drafts, at any temperature, in fewer passes.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from torch import Tensor
 from tinfer import ops
 from tinfer.cache import Cache, CacheSize
 from tinfer.compat.masses import status_text
-from tinfer.logit_control import LogitControl, Row
+from tinfer.logit_control import LogitControl, Row, logprobs_of
 from tinfer.model.batch import Batch, ImageRows, Trace, no_trace
 from tinfer.model.build import Model
 from tinfer.request import Request, Step, TokenLogprob
@@ -30,6 +34,7 @@ class _Sequence:
     slot: int
     done: int = 0  # tokens already in the cache
     generated: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # proposed behind the newest token
     prompt_logits: list[Tensor] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -38,7 +43,7 @@ class _Sequence:
         prompt = self.request.prompt_ids
         if self.done < len(prompt):
             return list(prompt[self.done : self.done + chunk])
-        return self.generated[-1:]
+        return [*self.generated[-1:], *self.drafts]
 
     @property
     def in_prefill(self) -> bool:
@@ -46,10 +51,14 @@ class _Sequence:
 
 
 class Engine:
-    """Runs requests over one model and one cache."""
+    """Runs requests over one model and one cache; with `drafts`, several tokens a pass."""
 
-    def __init__(self, model: Model, size: CacheSize, trace: Trace = no_trace) -> None:
-        self.model, self.size, self.trace = model, size, trace
+    def __init__(
+        self, model: Model, size: CacheSize, trace: Trace = no_trace, drafts: bool = False
+    ) -> None:
+        assert model.dspark is not None or not drafts
+        self.model, self.size, self.trace, self.drafts = model, size, trace, drafts
+        self.decode_steps = self.decoded = 0  # of one sequence each; tokens that came of them
         self.cache = Cache(model.config, size, model.device)
         self.control = LogitControl(size.sequences, model.config.vocab_size, model.device)
         self._cancelled: set[int] = set()
@@ -85,6 +94,8 @@ class Engine:
                 active.append(_Sequence(index, request, free.pop(0)))
                 self.control.begin(active[-1].slot, request)
             for step in self._step(active):
+                if all(s.index != step.request for s in active):
+                    continue  # cancelled by a token before this one
                 yield step
                 if step.finish_reason is not None or step.request in self._cancelled:
                     ended = next(s for s in active if s.index == step.request)
@@ -94,24 +105,62 @@ class Engine:
     # ------------------------------------------------------------ one forward pass
     @torch.inference_mode()
     def _step(self, active: list[_Sequence]) -> list[Step]:
+        if self.drafts:
+            self._propose([s for s in active if not s.in_prefill])
         chunks = [(s, s.pending(self.size.chunk)) for s in active]
         batch = self._batch(chunks)
         hidden = self.model.backbone(batch, self.cache)
         if self.model.dspark is not None and hidden.taps is not None:
             self.model.dspark.seed(hidden.taps, batch.positions, batch.seq, self.cache)
-        ready, rows, end = [], [], 0
+        ready: list[tuple[_Sequence, int]] = []  # and the first of its rows to draw from
+        rows: list[int] = []
+        end = 0
         for sequence, tokens in chunks:
             start, end = end, end + len(tokens)
             if sequence.in_prefill:
                 self._keep_prompt(sequence, hidden.x[start:end])
-            sequence.done += len(tokens)
+                sequence.done += len(tokens)
+                start = end - 1
+            else:
+                sequence.done += 1
+                self.decode_steps += 1
             if not sequence.in_prefill:
-                ready.append(sequence)
-                rows.append(end - 1)
+                ready.append((sequence, len(rows)))
+                rows += range(start, end)
         if not ready:
             return []
         picked = torch.tensor(rows, device=hidden.x.device)
-        return self._pick(ready, self.model.backbone.logits(hidden.x[picked]))
+        return self._draw(ready, self.model.backbone.logits(hidden.x[picked]))
+
+    def _propose(self, decoding: list[_Sequence]) -> None:
+        """Draft behind the newest token of each sequence, within its context."""
+        if not decoding:
+            return
+        assert self.model.dspark is not None
+        last = [s.done - 1 for s in decoding]
+        host = [[s.generated[-1] for s in decoding], last, [s.slot for s in decoding]]
+        tokens, main, slots = torch.tensor(host).to(self.model.device)
+        draft = self.model.dspark.propose(tokens, main, slots, max(last), self.cache, _most_likely)
+        for s, proposed in zip(decoding, draft.tokens.tolist(), strict=True):
+            s.drafts = proposed[: self.size.length - s.done - 1]
+
+    def _draw(self, ready: list[tuple[_Sequence, int]], logits: Tensor) -> list[Step]:
+        """One token a sequence, and one more behind every draft that was right."""
+        steps: list[Step] = []
+        while ready:
+            rows = [row for _, row in ready]
+            drawn_from = logits if len(rows) == len(logits) else logits[rows]
+            new = self._pick([s for s, _ in ready], drawn_from)
+            steps += new
+            agreed = []
+            for (s, row), step in zip(ready, new, strict=True):
+                if step.finish_reason is None and s.drafts and s.drafts.pop(0) == step.token:
+                    s.done += 1
+                    agreed.append((s, row + 1))
+                else:
+                    s.drafts = []
+            ready = agreed
+        return steps
 
     def _batch(self, chunks: list[tuple[_Sequence, list[int]]]) -> Batch:
         batch = Batch.of(
@@ -153,7 +202,7 @@ class Engine:
         following = list(s.request.prompt_ids[s.done + 1 : s.done + 1 + len(x)])
         if params.prompt_logprobs is not None and following:
             rows = logits[: len(following)]
-            s.prompt_logprobs += _logprobs(rows, following, params.prompt_logprobs, None)
+            s.prompt_logprobs += logprobs_of(rows, following, params.prompt_logprobs, None)
 
     # ------------------------------------------------------------ choosing tokens
     def _pick(self, ready: list[_Sequence], logits: Tensor) -> list[Step]:
@@ -206,7 +255,7 @@ class Engine:
             for p in (s.request.params for s in ready)
         ]
         temperature = torch.tensor(scales, dtype=torch.float32, device=logits.device)
-        found = _logprobs(logits, tokens, max(n or 0 for n in wanted), temperature)
+        found = logprobs_of(logits, tokens, max(n or 0 for n in wanted), temperature)
         return [
             None if n is None else (own, top[:n])
             for (own, top), n in zip(found, wanted, strict=True)
@@ -231,6 +280,7 @@ class Engine:
             error = f"error: {status_text(status)}"
             return Step(s.index, None, logits, None, (), error, *prompt)
         s.generated.append(token)
+        self.decoded += len(s.generated) > 1  # the first one comes of the prompt
         reason = self._finish_reason(s, token)
         own, top = (None, ()) if score is None else score
         return Step(s.index, token, logits, own, top, reason, *prompt)
@@ -245,11 +295,5 @@ class Engine:
         return None
 
 
-def _logprobs(
-    logits: Tensor, tokens: list[int], top_n: int, temperature: Tensor | None
-) -> list[TokenLogprob]:
-    """Logprob of each row's token, and of the row's `top_n` most likely ones."""
-    chosen = torch.tensor(tokens, device=logits.device)
-    own, values, ids = ops.token_logprobs(logits, chosen, top_n, temperature)
-    rows = zip(own.tolist(), values.tolist(), ids.tolist(), strict=True)
-    return [(o, tuple(zip(i, v, strict=True))) for o, v, i in rows]
+def _most_likely(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)

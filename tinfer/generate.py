@@ -18,17 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
 from tinfer import registry
 from tinfer.arguments import DEFAULT_NEW_TOKENS, check_arguments, make_parser
 from tinfer.chat import Prompt, TextStream, Tokenizer, parse_completion, render
 from tinfer.engine import Engine
 from tinfer.model.batch import no_trace
 from tinfer.request import Request, SamplingParams
-from tinfer.result import Result
+from tinfer.result import Result, save_logits
 from tinfer.runtime import Loaded, make_engine, open_model, pick_device
 from tinfer.trace import Dump
 
@@ -145,20 +141,6 @@ def _run(
         yield step.request, result, new
 
 
-def _save_logits(path: Path, results: list[Result]) -> None:
-    """`logits` and `prompt_logits`; with several requests, `.0`, `.1`, … behind the names."""
-    tensors = {}
-    for i, result in enumerate(results):
-        suffix = f".{i}" if len(results) > 1 else ""
-        tensors[f"logits{suffix}"] = torch.stack(result.logits)
-        if result.prompt_logits is not None:
-            tensors[f"prompt_logits{suffix}"] = result.prompt_logits
-    try:
-        save_file(tensors, str(path))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"--logits-out {path} cannot be written: {error}") from error
-
-
 def _batch(template: _Template) -> int:
     args = template.args
     requests = _requests(template)
@@ -170,6 +152,7 @@ def _batch(template: _Template) -> int:
         chunk=args.chunk,
         quiet=args.quiet,
         trace=trace,
+        drafts=args.drafts,
     )
     results: dict[int, Result] = {}
     printed = 0
@@ -186,8 +169,8 @@ def _batch(template: _Template) -> int:
     if streaming:
         _write("\n" if done[0].stream is not None else f"{done[0].ids}\n")
     if args.logits_out is not None:
-        _save_logits(args.logits_out, done)
-    _statistics(args, done, load_seconds)
+        save_logits(args.logits_out, done)
+    _statistics(args, done, load_seconds, engine)
     failed = [r.finish_reason for r in done if (r.finish_reason or "").startswith("error")]
     for reason in failed:
         sys.stderr.write(f"{reason}\n")
@@ -209,7 +192,9 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _statistics(args: argparse.Namespace, results: list[Result], load_seconds: float) -> None:
+def _statistics(
+    args: argparse.Namespace, results: list[Result], load_seconds: float, engine: Engine
+) -> None:
     if args.report_kernels:
         sys.stderr.write(registry.report() + "\n")
     if args.quiet:
@@ -220,9 +205,10 @@ def _statistics(args: argparse.Namespace, results: list[Result], load_seconds: f
     prompt = sum(len(r.request.prompt_ids) for r in results)
     new = sum(len(r.ids) for r in results)
     rate = (new - len(results)) / (end - first) if end > first else 0.0
+    a_step = f", {engine.decoded / max(engine.decode_steps, 1):.2f} a step" if args.drafts else ""
     sys.stderr.write(
         f"loaded in {load_seconds:.2f} s; {prompt} prompt tokens to the first token in "
-        f"{first - start:.2f} s; {new} new tokens, {rate:.1f} tokens/s in decode\n"
+        f"{first - start:.2f} s; {new} new tokens, {rate:.1f} tokens/s in decode{a_step}\n"
     )
 
 
@@ -234,7 +220,9 @@ def _interactive(template: _Template) -> int:
     template.encode([{"role": "user", "content": "?"}])  # fails here if it cannot converse
     room = min(loaded.context, 65536)
     probe = template.request([0] * 1, replace(params, max_new_tokens=room - 1))
-    engine, _ = make_engine(loaded, [probe], max_batch=1, chunk=args.chunk, quiet=args.quiet)
+    engine, _ = make_engine(
+        loaded, [probe], max_batch=1, chunk=args.chunk, quiet=args.quiet, drafts=args.drafts
+    )
     history: list[dict[str, Any]] = []
     while True:
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tinfer import ops
-from tinfer.request import Request, SamplingParams
+from tinfer.request import Request, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True)
@@ -126,3 +126,13 @@ class LogitControl:
             if before:
                 history[row, -len(before) :] = torch.tensor(before)
         ops.ban_sequences_(logits, words.to(self._device), history.to(self._device))
+
+
+def logprobs_of(
+    logits: Tensor, tokens: list[int], top_n: int, temperature: Tensor | None
+) -> list[TokenLogprob]:
+    """Logprob of each row's token, and of the row's `top_n` most likely ones."""
+    chosen = torch.tensor(tokens, device=logits.device)
+    own, values, ids = ops.token_logprobs(logits, chosen, top_n, temperature)
+    rows = zip(own.tolist(), values.tolist(), ids.tolist(), strict=True)
+    return [(o, tuple(zip(i, v, strict=True))) for o, v, i in rows]

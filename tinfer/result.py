@@ -1,11 +1,15 @@
-"""What one request has produced so far, and its JSON record."""
+"""What one request has produced so far: its JSON record, its logits as a file."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tinfer.request import Request, Step, TokenLogprob
@@ -83,3 +87,17 @@ class Result:
                 "decode_tokens_per_s": round((len(self.ids) - 1) / decode, 2) if decode else None,
             },
         }
+
+
+def save_logits(path: Path, results: list[Result]) -> None:
+    """`logits` and `prompt_logits`; with several requests, `.0`, `.1`, … behind the names."""
+    tensors = {}
+    for i, result in enumerate(results):
+        suffix = f".{i}" if len(results) > 1 else ""
+        tensors[f"logits{suffix}"] = torch.stack(result.logits)
+        if result.prompt_logits is not None:
+            tensors[f"prompt_logits{suffix}"] = result.prompt_logits
+    try:
+        save_file(tensors, str(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--logits-out {path} cannot be written: {error}") from error

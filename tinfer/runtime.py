@@ -102,8 +102,11 @@ def make_engine(
     chunk: int,
     quiet: bool,
     trace: Trace = no_trace,
+    drafts: bool = False,
 ) -> tuple[Engine, float]:
     """Check the requests and the memory, load the model, size the caches -> engine, seconds."""
+    if drafts and loaded.config.n_mtp_layers * loaded.config.dspark_block_size == 0:
+        raise ValueError("--drafts: this checkpoint has no draft stages")
     longest = max(len(r.prompt_ids) for r in requests)
     wanted = max(len(r.prompt_ids) + r.params.max_new_tokens for r in requests)
     context = loaded.context
@@ -114,7 +117,7 @@ def make_engine(
     check_memory(loaded, length, sequences)
     model, seconds = load_model(loaded, length + loaded.config.dspark_block_size + 1, quiet)
     size = CacheSize(sequences, length, min(longest, chunk))
-    return Engine(model, size, trace), seconds
+    return Engine(model, size, trace, drafts), seconds
 
 
 def check_request(request: Request, vocab_size: int, context: int) -> None:

@@ -1,8 +1,9 @@
 """Ask a checkpoint the committed questions: `python tools/eval_nano.py [--model DIR]`.
 
 Greedy, in chat format, through the engine; an answer counts when it is right to the letter.
-`--ablate` asks again with one mechanism at a time taken away. `--ids-out` writes every answer's
-ids, to compare kernels with references: run it under TINFER_KERNELS=ref and =triton.
+The questions come with the ids that the references gave, so a run under TINFER_KERNELS=triton
+says how many answers are the same token by token. `--drafts` asks again with speculative steps,
+`--ablate` with one mechanism at a time taken away.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from tinfer.request import Request, SamplingParams
 from tinfer.runtime import Loaded, load_model, open_model, pick_device
 from tools.nano import questions
 from tools.nano.ablation import ABLATIONS, ablate
-from tools.nano.acceptance import accepted_tokens
 from tools.nano.questions import Question
 from tools.nano.stored import compare, load_backbone
 
@@ -37,9 +37,13 @@ QUESTIONS = ROOT / "tests/assets/questions.jsonl"
 
 
 def answer(
-    model: Model, loaded: Loaded, asked: Sequence[Question], args: argparse.Namespace
-) -> list[list[int]]:
-    """Generated ids of every question, the end token included."""
+    model: Model,
+    loaded: Loaded,
+    asked: Sequence[Question],
+    args: argparse.Namespace,
+    drafts: bool = False,
+) -> tuple[list[list[int]], Engine]:
+    """Generated ids of every question, the end token included; and the engine that did it."""
     assert loaded.tokenizer is not None
     params = SamplingParams(
         temperature=0.0, max_new_tokens=args.new_tokens, stop_ids=loaded.eos_ids()
@@ -50,10 +54,11 @@ def answer(
         min(args.batch, len(asked)), longest + args.new_tokens, min(longest, args.chunk)
     )
     ids: list[list[int]] = [[] for _ in asked]
-    for step in Engine(model, size).generate([Request(p, params) for p in prompts]):
+    engine = Engine(model, size, drafts=drafts)
+    for step in engine.generate([Request(p, params) for p in prompts]):
         if step.token is not None:
             ids[step.request].append(step.token)
-    return ids
+    return ids, engine
 
 
 def said(tokenizer: Tokenizer, ids: list[int], eos: tuple[int, ...]) -> str:
@@ -70,7 +75,7 @@ def scores(
     ids: list[list[int]] = []
     for task in dict.fromkeys(q.task for q in asked):
         mine = [q for q in asked if q.task == task]
-        new = answer(model, loaded, mine, args)
+        new, _ = answer(model, loaded, mine, args)
         right = 0
         for q, i in zip(mine, new, strict=True):
             good = said(tokenizer, i, eos) == q.answer
@@ -82,16 +87,20 @@ def scores(
     return found, ids
 
 
-def drafts(model: Model, loaded: Loaded, asked: list[Question], ids: list[list[int]]) -> str:
-    """Mean tokens a step over the short questions, by task."""
-    assert loaded.tokenizer is not None
-    by_task: dict[str, list[int]] = {}
-    for q, answer_ids in zip(asked, ids, strict=True):
-        if not q.task.startswith("needle"):
-            prompt = questions.prompt_ids(loaded.tokenizer, q.prompt)
-            by_task.setdefault(q.task, []).extend(accepted_tokens(model, prompt, answer_ids))
-    parts = [f"{task} {sum(n) / len(n):.2f}" for task, n in by_task.items()]
-    return f"tokens a step with drafts: {', '.join(parts)}"
+def drafted(
+    model: Model,
+    loaded: Loaded,
+    asked: list[Question],
+    ids: list[list[int]],
+    args: argparse.Namespace,
+) -> None:
+    """Print, by task, tokens a step with drafts and how many answers are those without."""
+    for task in dict.fromkeys(q.task for q in asked):
+        pairs = [(q, i) for q, i in zip(asked, ids, strict=True) if q.task == task]
+        new, engine = answer(model, loaded, [q for q, _ in pairs], args, drafts=True)
+        same = sum(i == n for (_, i), n in zip(pairs, new, strict=True))
+        a_step = engine.decoded / engine.decode_steps
+        print(f"drafts, {task}: {a_step:.2f} tokens a step, {same} of {len(new)} unchanged")
 
 
 def unrounded(loaded: Loaded, asked: list[Question]) -> str:
@@ -116,13 +125,14 @@ def main() -> None:
     parser.add_argument(
         "--ablate", nargs="?", const="", help="only what begins so; nothing: everything"
     )
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--unrounded", action="store_true", help="what rounding costs")
-    parser.add_argument("--drafts", action="store_true", help="tokens a speculative step yields")
+    parser.add_argument("--drafts", action="store_true", help="again with speculative steps")
     parser.add_argument("--device")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--chunk", type=int, default=1024)
-    parser.add_argument("--ids-out", type=Path)
+    parser.add_argument("--record", action="store_true", help="keep the ids as the reference's")
+    parser.add_argument("--ids-out", type=Path, help="JSON, in the order of the questions")
     parser.add_argument("--verbose", action="store_true", help="print wrong answers")
     args = parser.parse_args()
     loaded = open_model(args.model, pick_device(args.device))
@@ -143,12 +153,16 @@ def main() -> None:
     print("| | " + " | ".join(f"{t} ({n})" for t, (_, n) in found.items()) + " |")
     print("|---|" + "---|" * len(found))
     print(row("as it is", found), flush=True)
+    known = [(list(q.ids), i) for q, i in zip(asked, ids, strict=True) if q.ids]
+    print(f"the reference's ids: {sum(a == b for a, b in known)} of {len(known)}", flush=True)
+    if args.record:
+        questions.record(args.questions, asked, ids)
     if args.ids_out is not None:
         args.ids_out.write_text(json.dumps(ids))
     if args.unrounded:
         print(unrounded(loaded, asked))
     if args.drafts:
-        print(drafts(model, loaded, asked, ids))
+        drafted(model, loaded, asked, ids, args)
     for name, edit in ABLATIONS.items():
         if args.ablate is not None and name.startswith(args.ablate):
             print(row(name, scores(ablate(model, edit), loaded, asked, args)[0]), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -25,6 +25,7 @@ class Question:
     task: str
     prompt: str
     answer: str
+    ids: tuple[int, ...] = ()  # what the references answer, the end token included
 
 
 def prompt_ids(tokenizer: ChatTokenizer, question: str) -> list[int]:
@@ -70,6 +71,13 @@ def save(path: Path, questions: list[Question]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def record(path: Path, asked: list[Question], ids: list[list[int]]) -> None:
+    """Keep the ids of the questions asked, leave the others as they are."""
+    new = dict(zip(asked, ids, strict=True))
+    save(path, [replace(q, ids=tuple(new[q])) if q in new else q for q in load(path)])
+
+
 def load(path: Path) -> Iterator[Question]:
     for line in path.read_text(encoding="utf-8").splitlines():
-        yield Question(**json.loads(line))
+        entry = json.loads(line)
+        yield Question(**entry | {"ids": tuple(entry.get("ids", ()))})
