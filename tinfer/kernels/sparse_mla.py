@@ -150,6 +150,13 @@ def _parts(results: Results, splits: int) -> Results:
     return out, max_logit, torch.empty_like(max_logit)
 
 
+def _strides(parts: Results, splits: int) -> tuple[int, int, int]:
+    """Of tokens, heads and splits. A single split's is 0, not the 1 of a channel, which would
+    hide from the compiler that rows start where whole vectors can be stored."""
+    token, head, split = parts[0].stride()[:3]
+    return token, head, split if splits > 1 else 0
+
+
 def _combine(parts: Results, sink: Tensor | None, results: Results) -> None:
     """Merge the parts, if there are several."""
     if parts is results:
@@ -183,7 +190,7 @@ def _attend_portable(
         _sparse_mla_kernel[(len(part[0]) * head_blocks * splits,)](
             q[rows], window.cache, window.slots, window.lengths,
             second.cache, second.slots, second.lengths, sink if splits == 1 else None,
-            *parts, scale, heads, splits, *q.stride()[:2], *parts[0].stride()[:3],
+            *parts, scale, heads, splits, *q.stride()[:2], *_strides(parts, splits),
             *window.scalars(), *second.scalars(),
             WINDOW=window.key, COMPRESSED=second.key,
             WINDOW_WIDTH=pow2(window.width),
@@ -212,7 +219,7 @@ def _attend_hopper(
     _sparse_mla_hopper_kernel[(min(rows * splits, on.processors),)](
         q, window.cache, window.slots, window.lengths,
         second.cache, second.slots, second.lengths, sink if splits == 1 else None,
-        *parts, scale, heads, splits, *q.stride()[:2], *parts[0].stride()[:3],
+        *parts, scale, heads, splits, *q.stride()[:2], *_strides(parts, splits),
         *window.scalars(), *second.scalars(), rows * splits, 0,
         WINDOW=window.key, COMPRESSED=second.key,
         WINDOW_WIDTH=max(pow2(window.width), HOPPER_WIDTH),
