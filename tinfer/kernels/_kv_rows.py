@@ -16,45 +16,44 @@ from tinfer.kernels._jit import (
     nibbles_unpack,
     round_bf16,
     to_bf16,
-    to_fp32,
     ue8m0_decode,
 )
 from tinfer.kernels._quant import cast_groups, round_groups
 
 
 @triton.jit
-def norm_tile(x, weight_ptr, eps, DIM: tl.constexpr, DP: tl.constexpr):
+def norm_tile(x, weight, eps, DIM: tl.constexpr):
     """RMSNorm with a weight, rounded to bf16."""
-    channel = tl.arange(0, DP)
     mean = tl.sum(x * x, axis=1) / DIM
     one = tl.full(mean.shape, 1.0, tl.float32)
     x = x * tl.div_rn(one, tl.sqrt_rn(mean + eps))[:, None]
-    weight = to_fp32(tl.load(weight_ptr + channel, mask=channel < DIM, other=0.0))
     return round_bf16(weight[None, :] * x)
 
 
 @triton.jit
+def load_turns(
+    cos_sin_ptr, position, live, stride,
+    DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """(cos, sin) fp32 [ROWS, DP // 2] of every pair of channels; 1 and 0 where none turns."""
+    turn = tl.arange(0, DP // 2) - (DIM - ROPE) // 2
+    at = cos_sin_ptr + position[:, None] * stride + turn[None, :]
+    mask = live[:, None] & ((turn >= 0) & (turn < ROPE // 2))[None, :]
+    cos = tl.load(at, mask=mask, other=1.0)
+    sin = tl.load(at + ROPE // 2, mask=mask, other=0.0)
+    return cos, sin
+
+
+@triton.jit
 def rotate_tile(
-    x,
-    cos_sin_ptr,
-    position,
-    live,
-    stride,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-    DP: tl.constexpr,
-    ROPE: tl.constexpr,
+    x, cos, sin, ROWS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, ROPE: tl.constexpr
 ):
     """Turn the adjacent pairs of the last ROPE channels, rounded to bf16."""
     even, odd = tl.split(tl.reshape(x, [ROWS, DP // 2, 2]))
     turn = tl.arange(0, DP // 2) - (DIM - ROPE) // 2
-    turns = (turn >= 0) & (turn < ROPE // 2)
-    at = cos_sin_ptr + position[:, None] * stride + turn[None, :]
-    mask = live[:, None] & turns[None, :]
-    cos = tl.load(at, mask=mask, other=1.0)
-    sin = tl.load(at + ROPE // 2, mask=mask, other=0.0)
-    new_even = tl.where(turns[None, :], round_bf16(even * cos - odd * sin), even)
-    new_odd = tl.where(turns[None, :], round_bf16(even * sin + odd * cos), odd)
+    turns = ((turn >= 0) & (turn < ROPE // 2))[None, :]
+    new_even = tl.where(turns, round_bf16(even * cos - odd * sin), even)
+    new_odd = tl.where(turns, round_bf16(even * sin + odd * cos), odd)
     return tl.interleave(new_even, new_odd)
 
 

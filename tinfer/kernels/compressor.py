@@ -28,25 +28,30 @@ ONE_LAUNCH_TOKENS = 64
 @triton.jit
 def _member(
     kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
-    row, position, seq, want, channel, inside, back, row_stride, score_stride, ring,
-    D: tl.constexpr,
+    row, position, seq, want, channel, inside, row_stride, score_stride, ring,
+    BACK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """(kv, score) fp32 [R, C] of position - back, from this call's rows or from the state."""
-    source = row - back
+    """(kv, score) fp32 [R, C] of position - BACK, from this call's rows or from the state.
+
+    The call's row is read before it is known to be the right one, so that no load waits.
+    """
+    source = row - BACK
     exists = want & (source >= 0)
-    other_seq = tl.load(seq_ptr + source, mask=exists, other=-1)
-    other_position = tl.load(positions_ptr + source, mask=exists, other=-1)
-    here = exists & (other_seq == seq) & (other_position == position - back)
-    mask = here[:, None] & inside[None, :]
+    mask = exists[:, None] & inside[None, :]
     kv = tl.load(kv_ptr + source[:, None] * row_stride + channel[None, :], mask=mask, other=0.0)
     at = score_ptr + source[:, None] * score_stride + channel[None, :]
     score = tl.load(at, mask=mask, other=0.0)
-    carried = want & (here == 0)
-    slot = seq * ring + tl.where(carried, position - back, 0) % ring
-    at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
-    mask = carried[:, None] & inside[None, :]
-    kv = tl.where(mask, tl.load(at, mask=mask, other=0.0), kv)
-    score = tl.where(mask, tl.load(at + D, mask=mask, other=0.0), score)
+    if BACK > 0:
+        other_seq = tl.load(seq_ptr + source, mask=source >= 0, other=-1)
+        other_position = tl.load(positions_ptr + source, mask=source >= 0, other=-1)
+        here = exists & (other_seq == seq) & (other_position == position - BACK)
+        carried = want & (here == 0)
+        if tl.max(carried.to(tl.int32), axis=0) > 0:
+            slot = seq * ring + tl.where(carried, position - BACK, 0) % ring
+            at = state_ptr + slot[:, None] * (2 * D) + channel[None, :]
+            mask = carried[:, None] & inside[None, :]
+            kv = tl.where(mask, tl.load(at, mask=mask, other=0.0), kv)
+            score = tl.where(mask, tl.load(at + D, mask=mask, other=0.0), score)
     return kv, score
 
 
@@ -61,24 +66,30 @@ def _pool_tile(
     row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = row < tokens
     seq = tl.load(seq_ptr + row, mask=live, other=-1)
-    position = tl.load(positions_ptr + row, mask=seq >= 0, other=0)
+    position = tl.load(positions_ptr + row, mask=live, other=0)
     want = (seq >= 0) & ((position + 1) % RATIO == 0)
-    top = tl.full([ROWS, CHANNELS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, CHANNELS], tl.float32)
     pooled = tl.zeros([ROWS, CHANNELS], tl.float32)
-    for i in tl.static_range(RATIO):
-        kv, score = _member(
+    if tl.max(want.to(tl.int32), axis=0) > 0:
+        kv, top = _member(
             kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
-            row, position, seq, want, channel, inside, RATIO - 1 - i,
-            kv_stride, score_stride, ring, D,
+            row, position, seq, want, channel, inside,
+            kv_stride, score_stride, ring, RATIO - 1, D,
         )  # fmt: skip
-        new_top = tl.maximum(top, score)
-        keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
-        weight = tl.where(score == new_top, 1.0, tl.exp(score - new_top))
-        total = total * keep + weight
-        pooled = pooled * keep + weight * kv
-        top = new_top
-    pooled = tl.where(want[:, None], tl.div_rn(pooled, total), 0.0)
+        total = tl.where(top == top, 1.0, top)
+        pooled += kv
+        for i in tl.static_range(1, RATIO):
+            kv, score = _member(
+                kv_ptr, score_ptr, positions_ptr, seq_ptr, state_ptr,
+                row, position, seq, want, channel, inside,
+                kv_stride, score_stride, ring, RATIO - 1 - i, D,
+            )  # fmt: skip
+            new_top = tl.maximum(top, score)
+            keep = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
+            weight = tl.where(score == new_top, 1.0, tl.exp(score - new_top))
+            total = total * keep + weight
+            pooled = pooled * keep + weight * kv
+            top = new_top
+        pooled = tl.where(want[:, None], pooled / total, 0.0)
     at = out_ptr + row[:, None] * D + channel[None, :]
     tl.store(at, to_bf16(pooled), mask=live[:, None] & inside[None, :])
 
@@ -93,11 +104,10 @@ def _save_tile(
     row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = row < tokens
     seq = tl.load(seq_ptr + row, mask=live, other=-1)
-    later = row + ring < tokens
-    newer = tl.load(seq_ptr + row + ring, mask=live & later, other=-1)
+    newer = tl.load(seq_ptr + row + ring, mask=row + ring < tokens, other=-1)
+    position = tl.load(positions_ptr + row, mask=live, other=0)
     last = (seq >= 0) & (newer != seq)
     if tl.max(last.to(tl.int32), axis=0) > 0:
-        position = tl.load(positions_ptr + row, mask=last, other=0)
         slot = tl.where(last, seq * ring + position % ring, 0)
         mask = last[:, None] & (channel < D)[None, :]
         at = row[:, None] * kv_stride + channel[None, :]
@@ -147,19 +157,19 @@ def _compress_pool_kernel(
             )  # fmt: skip
 
 
-def _compress_pool_tiles(tokens: int, dim: int) -> list[tuple[bool, bool, int, int]]:
-    """(pool, save, rows, channels) of each launch; 4 warps.
+def _compress_pool_tiles(tokens: int, dim: int) -> list[tuple[bool, bool, int, int, int]]:
+    """(pool, save, rows, channels, warps) of each launch.
 
-    One launch: the slices of channels are all the parallelism there is, so they are narrow
-    (32 x 32 and 64 x 32 tiles do not compile with Triton 3.6).
-    Saving scans all rows for the few it keeps, so its tiles are tall. H200, 8192 x 512: pooling
-    takes 26 us with 2 x 512 tiles, 35 with 4 x 512 or 8 x 256, 41 with 16 x 128.
+    One launch: the slices of channels are all the parallelism there is, so they are narrow.
+    Saving scans all rows for the few it keeps, so its tiles are tall. H200, 8192 x 512, graph
+    time: pooling takes 9.0 us a row at a time with 2 warps, 9.7 with 4, 10.6 with two rows;
+    saving 2.8 us with 128 x 32 tiles, 3.5 with 64 x 32. Decode of 64 rows: 2.8 us with 64 x 8
+    tiles, 3.5 with 32 x 8. (32 x 32, 64 x 16 and 64 x 32 do not compile with Triton 3.6.)
     """
     channels = triton.next_power_of_2(dim)
     if tokens <= ONE_LAUNCH_TOKENS:
-        return [(True, True, 32, min(16, channels))]
-    wide = min(512, channels)
-    return [(True, False, max(1, 1024 // wide), wide), (False, True, 64, min(32, channels))]
+        return [(True, True, 64, min(8, channels), 4)]
+    return [(True, False, 1, min(512, channels), 2), (False, True, 128, min(32, channels), 4)]
 
 
 def supports_compress_pool(
@@ -179,7 +189,7 @@ def compress_pool(
     out = torch.empty(tokens, dim, dtype=torch.bfloat16, device=kv.device)
     if not out.numel():
         return out
-    for pool, save, rows, channels in _compress_pool_tiles(tokens, dim):
+    for pool, save, rows, channels, warps in _compress_pool_tiles(tokens, dim):
         slices = triton.cdiv(dim, channels)
         tiles = 1 if pool and save else min(triton.cdiv(tokens, rows), MAX_PROGRAMS // slices)
         _compress_pool_kernel[(tiles * slices,)](
@@ -199,6 +209,6 @@ def compress_pool(
             CHANNELS=channels,
             POOL=pool,
             SAVE=save,
-            num_warps=4,
+            num_warps=warps,
         )
     return out
