@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tinfer.compat.sparse_mla import BLOCK
 from tinfer.kernels._sparse_mla_tile import Key, layout_key
 from tinfer.kernels._target import Target
 from tinfer.kv_layout import KVLayout
@@ -16,7 +17,6 @@ from tinfer.kv_layout import KVLayout
 SLOT_LIMIT = 2**31 - 1  # slots are int32
 MAX_SPLITS = 32
 UNPACK_ROWS = 32  # cache rows a token up to which unpacking them all pays
-HOPPER_KEYS = 64  # keys a block of the Hopper kernel
 HOPPER_WIDTH = 2048  # lists up to this width share one compiled Hopper kernel
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -86,18 +86,18 @@ class Tile(NamedTuple):
     stages: int
 
 
-def portable_tile(heads: int, packed: bool, few: bool, on: Target) -> Tile:
-    """The portable kernel's tile for a target class; `few`: one token or two.
+def portable_tile(heads: int, packed: bool, on: Target) -> Tile:
+    """The portable kernel's tile for a target class.
 
     Shared memory holds the queries, the keys of `stages` blocks in bf16 (packed rows: one block
     in bf16 and the raw rows) and the probabilities. H200: 64 keys, 8 warps and 2 stages beat 32
-    keys by 1.2 (decode) to 1.5 (prefill), except where one token's keys are to fill the device.
+    keys by 1.2 (decode) to 1.5 (prefill).
     """
     block_h = min(64, pow2(heads))
     if on.shared_kib >= 227:
         if not packed and int(on.arch) >= 100:  # its dots keep one operand more in shared memory
             return Tile(block_h, 32, 8, 2)
-        return Tile(block_h, 32, 8, 3) if few else Tile(block_h, 64, 8, 2)
+        return Tile(block_h, 64, 8, 2)
     if on.backend == "hip":
         return Tile(min(block_h, 16), 32, 4, 1)
     if packed:  # decoding keeps a tile in registers: more heads would spill
@@ -105,9 +105,24 @@ def portable_tile(heads: int, packed: bool, few: bool, on: Target) -> Tile:
     return Tile(block_h, 32, 8, 2) if on.shared_kib >= 160 else Tile(min(block_h, 32), 16, 4, 2)
 
 
+def groups_of(sources: list[Source]) -> int:
+    """Groups of keys, each with one running maximum, in the lists taken as one."""
+    return int(triton.cdiv(sum(s.width for s in sources), BLOCK))
+
+
+def straddles(sources: list[Source]) -> bool:
+    """Whether a group holds entries of both lists."""
+    return len(sources) > 1 and sources[0].width % BLOCK != 0
+
+
 def splits_of(programs: int, blocks: int, processors: int) -> int:
-    """Splits of each row's blocks that fill the processors, all but the last equally long."""
-    blocks = max(blocks, 1)
+    """Splits of each row's blocks that fill the processors, all but the last equally long.
+
+    In a split the running maximum starts anew, so probabilities are rounded relative to another
+    one than the reference's; lists of two blocks are not worth that.
+    """
+    if blocks < 3:
+        return 1
     wanted = min(max(processors // max(programs, 1), 1), blocks, MAX_SPLITS)
     return int(triton.cdiv(blocks, triton.cdiv(blocks, wanted)))
 
@@ -133,7 +148,7 @@ def takes_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -
         return False
     if any(s % 8 for s in (*q.stride()[:2], q.storage_offset())):
         return False
-    if len({s.packed for s in sources}) > 1:
+    if len({s.packed for s in sources}) > 1 or straddles(sources):
         return False
     grouped = all(not s.packed or s.key[1] in (16, 32) for s in sources)
     return grouped and all(s.copies_by_16_bytes() for s in sources)

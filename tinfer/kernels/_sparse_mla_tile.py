@@ -42,11 +42,10 @@ def load_slots(slots, start, count, rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def used_blocks(slots, count, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Blocks of BLOCK entries up to the last valid slot: what follows holds none."""
+def used_entries(slots, count, rows, WIDTH: tl.constexpr):
+    """Entries up to the last valid slot: what follows holds none."""
     slot = load_slots(slots, 0, count, rows, WIDTH)
-    last = tl.max(tl.where(slot >= 0, tl.arange(0, WIDTH) + 1, 0), axis=0)
-    return tl.cdiv(last, BLOCK)
+    return tl.max(tl.where(slot >= 0, tl.arange(0, WIDTH) + 1, 0), axis=0)
 
 
 # ---------------------------------------------------------------- rows

@@ -2,10 +2,12 @@
 
     s = q k^T;  m = max s;  p = exp2((s - m) * scale * log2 e);  o = (sum bf16(p) v) / sum p
 
-Logits, exponentials and sums are fp32, p is rounded to bf16 before it meets the values, and the
-result once to bf16. Rows are gathered from both caches by slot and dequantized in registers,
-which is exact. Few tokens split their keys over several programs; the merge is exact and its
-order fixed, but the number of splits, hence the last bit, depends on the number of tokens.
+Logits, exponentials and sums are fp32, p is rounded to bf16 before it meets the values, with m
+the running maximum of groups of 64 keys of both lists, and the result once to bf16. Rows are
+gathered from both caches by slot and dequantized in registers, which is exact. Few tokens split
+their keys over several programs; the merge is exact and its order fixed, but the running maximum
+starts anew in each split, and the number of splits, hence the rounding of p, depends on the
+number of tokens. Lists of up to 128 keys are never split.
 
 `_sparse_mla_forward` runs everywhere; on Hopper `_sparse_mla_hopper` takes the release's rows of
 512 channels. The choice (`_sparse_mla_plan`) is a pure function of sizes, layouts and target.
@@ -17,17 +19,18 @@ import torch
 import triton
 from torch import Tensor
 
-from tinfer.compat.sparse_mla import check_sparse_mla
+from tinfer.compat.sparse_mla import BLOCK, check_sparse_mla
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._sparse_mla_combine import _sparse_mla_combine_kernel
 from tinfer.kernels._sparse_mla_forward import _sparse_mla_kernel
 from tinfer.kernels._sparse_mla_plan import (
-    HOPPER_KEYS,
     HOPPER_WIDTH,
     Source,
+    groups_of,
     portable_tile,
     pow2,
     splits_of,
+    straddles,
     takes_hopper,
     unpacks,
 )
@@ -177,10 +180,10 @@ def _attend_portable(
     value_dim = results[0].shape[2]
     on = target(q.device)
     packed = any(s.packed for s in sources)
-    tile = portable_tile(heads, packed, tokens <= 2, on)
+    tile = portable_tile(heads, packed, on)
     head_blocks = triton.cdiv(heads, tile.heads)
-    blocks = sum(triton.cdiv(s.width, tile.keys) for s in sources)
-    splits = splits_of(tokens * head_blocks, blocks, on.processors)
+    splits = splits_of(tokens * head_blocks, groups_of(sources), on.processors)
+    aligned = tile.keys == BLOCK and not straddles(sources)
     step = MAX_PROGRAMS // (head_blocks * splits)
     for begin in range(0, tokens, step):
         rows = slice(begin, begin + step)
@@ -198,7 +201,7 @@ def _attend_portable(
             VALUE=value_dim, BLOCK_V=pow2(value_dim),
             TAIL=dim - value_dim, BLOCK_T=pow2(dim - value_dim),
             BLOCK_H=tile.heads, BLOCK_N=tile.keys, STAGES=tile.stages, SCAN=splits == 1,
-            PTX=on.backend == "cuda", num_warps=tile.warps,
+            ALIGNED=aligned, PTX=on.backend == "cuda", num_warps=tile.warps,
         )  # fmt: skip
         _combine(parts, sink, part)
 
@@ -212,8 +215,7 @@ def _attend_hopper(
     tokens, heads, _ = q.shape
     on = target(q.device)
     rows = tokens * triton.cdiv(heads, 64)
-    blocks = sum(triton.cdiv(s.width, HOPPER_KEYS) for s in sources)
-    splits = splits_of(rows, blocks, on.processors)
+    splits = splits_of(rows, groups_of(sources), on.processors)
     parts = _parts(results, splits)
     window, second = sources[0], sources[-1]
     _sparse_mla_hopper_kernel[(min(rows * splits, on.processors),)](
