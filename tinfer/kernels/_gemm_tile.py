@@ -55,10 +55,11 @@ def token_index(TOKENS: tl.constexpr, WARPS: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def pairs_e2m1(w):
     """uint32 [...] of 8 codes -> uint32 [..., 2, 2] of RAW bf16 pairs, indexed (j % 2, j / 2)."""
-    p0 = ((w << 12) & SIGNS) | ((w << 6) & 0x01C001C0)
-    p1 = ((w << 8) & SIGNS) | ((w << 2) & 0x01C001C0)
-    p2 = ((w << 4) & SIGNS) | ((w >> 2) & 0x01C001C0)
-    p3 = (w & SIGNS) | ((w >> 6) & 0x01C001C0)
+    high = w >> 8
+    p0 = ((w & 0x000F000F) * 0x1040) & 0x81C081C0  # nibbles 0 and 4, twice: << 6 and << 12
+    p1 = ((w & 0x00F000F0) * 0x0104) & 0x81C081C0
+    p2 = ((high & 0x000F000F) * 0x1040) & 0x81C081C0
+    p3 = ((high & 0x00F000F0) * 0x0104) & 0x81C081C0
     return tl.join(tl.join(p0, p1), tl.join(p2, p3))
 
 
@@ -160,7 +161,7 @@ def _fragment(v, ROWS: tl.constexpr, W: tl.constexpr, FMT: tl.constexpr, KWIDTH:
         if KWIDTH == 2:
             v = tl.permute(v, (1, 0, 2, 4, 6, 5, 3, 7))
         else:
-            v = tl.permute(v, (1, 0, 2, 4, 6, 3, 5, 7))
+            v = tl.permute(v, (1, 0, 2, 4, 5, 3, 6, 7))
         v = tl.reshape(v, (W, ROWS, 128))
     else:
         PARTS: tl.constexpr = 4 if FMT == "e4m3" else 2
@@ -251,6 +252,8 @@ def token_tile(
         v = tl.reshape(_split_pairs(words), (G, R, W, 8, 4, 2, 2, 2))
         if KWIDTH == 2:
             v = tl.permute(v, (2, 1, 3, 0, 5, 6, 4, 7))
+        elif FMT == "e2m1":  # an instruction's two registers of tokens are then neighbours
+            v = tl.permute(v, (2, 1, 3, 0, 6, 4, 5, 7))
         else:
             v = tl.permute(v, (2, 1, 3, 0, 5, 4, 6, 7))
         v = tl.reshape(v, (W, TOKENS, G * 32))
