@@ -39,7 +39,7 @@ def _batches(pairs: int, seed: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
     g = torch.Generator().manual_seed(seed)
     for columns, rows, share in SHAPES:
         for batch in range(max(1, round(pairs * share / rows))):
-            kind = KINDS[batch % len(KINDS)]
+            kind = KINDS[(seed + batch) % len(KINDS)]
             dtype = torch.bfloat16 if batch % 5 == 4 else torch.float32
             arguments = {
                 "logits": logits_of(kind, g, rows, columns).to(dtype),

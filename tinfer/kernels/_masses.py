@@ -24,6 +24,7 @@ NO_TOKEN = tl.constexpr(ref.NO_TOKEN)
 BAD_PARAMETER = tl.constexpr(ref.BAD_PARAMETER)
 INFINITY = tl.constexpr(float("inf"))
 NO_LIMIT = tl.constexpr(2**31 - 1)  # a top-k that is off
+DEAD = tl.constexpr(-31 * 2**24 - 1)  # `octaves_q24` of logits without weight: this or less
 
 
 @triton.jit
@@ -39,11 +40,18 @@ def _horner(acc, r, C: tl.constexpr):
 
 
 @triton.jit
-def weight_q31(x, top, slope):
-    """fp32 logits -> uint32 weights; `top` is the row's maximum, whose weight is 2^31."""
-    y = (x - top) * slope
-    alive = y >= -31.0  # below, the weight is 0 before -32 is reached; false for NaN
-    q = tl.floor(tl.where(alive, y, -31.0) * 16777216.0).to(tl.int32)
+def octaves_q24(x, top, slope):
+    """int32 floor(y * 2^24) of fp32 logits, DEAD or below where the weight is 0.
+
+    `top` is the row's maximum. Below y = -31 the weight is 0 before -32 is reached.
+    """
+    y = tl.maximum((x - top) * slope, -31.5)  # also where y is NaN
+    return tl.floor(y * 16777216.0).to(tl.int32)
+
+
+@triton.jit
+def weight_of(q):
+    """uint32 weights of `octaves_q24`; that of the maximum, q = 0, is 2^31."""
     r = q.to(tl.uint32, bitcast=True) << 8
     acc = _horner(tl.full(r.shape, 0x00016B1B, tl.uint32), r, 0x00095F92)
     acc = _horner(acc, r, 0x005802C2)
@@ -52,8 +60,14 @@ def weight_q31(x, top, slope):
     acc = _horner(acc, r, 0x3D7F7986)
     acc = _horner(acc, r, 0xB1721816)
     half = tl.umulhi(acc, r >> 1) + 0x80000000
-    shift = (-(q >> 24)).to(tl.uint32, bitcast=True)
-    return tl.where(alive, half >> shift, 0)
+    shift = (-(q >> 24)).to(tl.uint32, bitcast=True) & 31
+    return tl.where(q > DEAD, half >> shift, 0)
+
+
+@triton.jit
+def weight_q31(x, top, slope):
+    """fp32 logits -> uint32 weights; `top` is the row's maximum, whose weight is 2^31."""
+    return weight_of(octaves_q24(x, top, slope))
 
 
 @triton.jit

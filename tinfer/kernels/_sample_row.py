@@ -1,14 +1,17 @@
 """One program per row between the passes: its status, a first draw, or where its cut should be.
 
-A row without cuts is drawn from by fp32 estimates of its weights where that is certain. The sum
-of floored masses up to candidate i differs from F(i) = 2^31 * (weights up to i) / (all weights)
-by less than one unit per candidate: it is at most F(i), plus, from the first candidate on, at
-most what the floors of all later ones lost. The estimates of F are off by less than SLACK units
-(y up to 32, rounded four times, an exp2 of 2 ulp and a sum of 14 levels give 1.4e-5 at most),
-plus a unit of the weights per candidate, which the exact weights round down by: V / total of
-those of F, the first weight being 1. So unless the word lies within these (and V on one side) of
-the edges of the token that it falls into, that token is the answer; the other rows take the
-exact passes.
+A row is drawn from by fp32 estimates of its weights where that is certain. Let F(i) be 2^31 *
+(weights up to candidate i) / (all kept weights). The sum of floored masses up to i is F(i) less
+what the floors up to i lost, less than a unit each; from the first candidate on, it is F(i) plus
+what those after i lost. Estimates of F are off by some units, `slack`, and by one of the weights'
+units per candidate, since weights are rounded down: V / total of F's, the first weight being 1.
+Unless the word lies this close to the edges of the token that it falls into, that token is the
+answer; the other rows take the exact passes.
+
+Before the row's maximum is known y has been rounded four times instead of twice, |y| * 2^-22 in
+all or 5.3e-6 of a weight; two exp2 of 2 ulp and a sum of 20 levels add 1.7e-6. The same holds for
+the total: 1.4e-5 of 2^31 are less than SLACK. With the y of the exact weights only the exp2 and
+the sum remain, 1.5e-6 against an exact total, which is less than CLOSE_SLACK.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import triton.language as tl
 
 from tinfer.kernels._masses import (
     BAD_PARAMETER,
+    DEAD,
     GREEDY_BELOW,
     INFINITY,
     NO_TOKEN,
@@ -25,94 +29,108 @@ from tinfer.kernels._masses import (
     OK,
     first_word,
     is_bad,
+    octaves_q24,
     slope_of,
     top_k_limit,
     wants_cut,
 )
 from tinfer.kernels._sample_slices import (
-    BINS,
     DRAWN,
     ENDED,
+    FINE,
     GREEDY,
     MODE,
     ROW_FIRST,
     SAMPLED,
+    SHIFT,
+    SPAN,
+    START,
     STATUS,
-    TOP_BIN,
     load_tile,
-    scaled,
 )
 
-SLACK = tl.constexpr(65536.0)  # of 2^31: 3.1e-5
-HEAD = tl.constexpr(1024)  # the range reaches down to this many candidates at least
+SLACK = tl.constexpr(32768.0)  # of 2^31
+CLOSE_SLACK = tl.constexpr(8192.0)
+NO_ID = tl.constexpr(2**31 - 1)
+BINS = tl.constexpr(256)  # of an eighth of an octave: 31 octaves, all that have a weight
+RUN = tl.constexpr(32)  # neighbours of a sample
+NEAR = tl.constexpr(1.5)
+HEAD = tl.constexpr(512)  # the range reaches down to this many candidates at least
 AHEAD = tl.constexpr(4096)  # ... and up to the first one unless more than these come before
 
 
 @triton.jit
-def _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK: tl.constexpr):
-    """(token, whether it is certain) of a row whose slices hold estimated weights `part`."""
+def draw_by_estimate(
+    source, V, part, counts, total, first, top, slope, cut, cut_id, word, slack, BLOCK: tl.constexpr
+):
+    """(token, whether it is certain) of a row.
+
+    `part` and `counts`, fp32 and int32 [PADDED], are the slices' estimated weights and numbers of
+    candidates, all of them kept; `total`, fp32, is the estimate or the exact sum of the weights.
+    """
+    s = tl.arange(0, part.shape[0])
+    unit = total * (1.0 / 2147483648.0)
     target = (word & 0x7FFFFFFF).to(tl.float32)
-    unit = tl.sum(part) * (1.0 / 2147483648.0)
     upto = tl.cumsum(part)
     mine = tl.sum((upto <= target * unit).to(tl.int32))
-    before = tl.sum(tl.where(tl.arange(0, part.shape[0]) == mine, upto - part, 0.0))
+    before = tl.sum(tl.where(s == mine, upto - part, 0.0))
     column = mine * BLOCK + tl.arange(0, BLOCK)
     x = load_tile(source, column, V)
-    w = tl.exp2((x - top) * slope)
+    keep = (x > cut) | ((x == cut) & (column <= cut_id))
+    w = tl.where(keep, tl.exp2((x - top) * slope), 0.0)
     upto = tl.cumsum(w) + before
-    token = mine * BLOCK + tl.sum((upto <= target * unit).to(tl.int32))
+    passed = tl.sum((upto <= target * unit).to(tl.int32))
+    token = mine * BLOCK + passed
     at = tl.sum(tl.where(column == token, upto, 0.0)) / unit
     previous = tl.sum(tl.where(column == token, upto - w, 0.0)) / unit
-    slack = SLACK + V / tl.sum(part)
-    late = tl.where(token < first, V, 0).to(tl.float32) + slack
-    early = tl.where(token > first, V, 0).to(tl.float32) + slack
+    to_here = tl.sum(tl.where(s < mine, counts, 0)) + passed + 1
+    from_here = tl.sum(tl.where(s > mine, counts, 0)) + BLOCK - passed
+    slack += V / total
+    late = tl.where(token < first, to_here, 0).to(tl.float32) + slack
+    early = tl.where(token > first, from_here, 0).to(tl.float32) + slack
     return token, (at - target > late) & (target - previous > early) & (token < V)
 
 
 @triton.jit
-def _locate(
-    bins,
-    part32,
-    row,
-    part,
-    top,
-    slope,
-    limit,
-    top_p,
-    RATIO: tl.constexpr,
-    SLICES: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """(top_bin, upper, lower): the coarse bins of a row that should hold the cut.
+def _depths(source, V, top, slope, SAMPLE: tl.constexpr):
+    """int32 [SAMPLE] coarse bins of a sample of the row, BINS - 1 where there is no weight."""
+    i = tl.arange(0, SAMPLE)
+    step = tl.maximum(V // max(SAMPLE // RUN, 1), RUN)
+    q = octaves_q24(load_tile(source, (i // RUN) * step + i % RUN, V), top, slope)
+    return tl.where(q > DEAD, (-q) >> 21, BINS - 1)
 
-    Estimated from sampled counts, weighted at the bins' middles and summed up from the least
-    likely ones, where they are many.
+
+@triton.jit
+def _locate(depth, V, total, limit, top_p, SAMPLE: tl.constexpr):
+    """(start, span, shift) of the range that should hold the cut.
+
+    The sample's counts are weighted at the bins' middles and summed up from the least likely
+    ones, where they are many. The range is NEAR coarse bins on both sides of the estimated place
+    of the cut, or all down from the first candidate where not many lie before the cut.
     """
-    top_scaled = scaled(top, slope)
-    top_bin = tl.floor(top_scaled).to(tl.int32)
+    ratio = tl.maximum(V / (SAMPLE * 1.0), 1.0)
     j = tl.arange(0, BINS)
-    count = tl.zeros([BINS], tl.int32)
-    CHUNK: tl.constexpr = min(PADDED, 16)
-    for start in range(0, SLICES, CHUNK):
-        s = start + tl.arange(0, CHUNK)
-        tops = part32 + (row * 4 + TOP_BIN) * SLICES + s
-        shift = tl.minimum(top_bin - tl.load(tops, mask=s < SLICES, other=-536870912), BINS)
-        at = j[None, :] - shift[:, None]
-        ok = (s < SLICES)[:, None] & (at >= 0) & (at < BINS - 1)
-        counts = tl.load(bins + (row * SLICES + s[:, None]) * BINS + at, mask=ok, other=0)
-        count += tl.sum(counts, axis=0)
-    count = count * RATIO
-    middle = (top_bin - j).to(tl.float32) + 0.5 - top_scaled
-    weight = count.to(tl.float32) * tl.exp2(middle * 0.125)
+    count = tl.where(j < BINS - 1, tl.histogram(depth, BINS), 0).to(tl.float32) * ratio
+    weight = count * tl.exp2((j.to(tl.float32) + 0.5) * -0.125)
     before = tl.cumsum(count)
-    below = tl.sum(weight) - tl.cumsum(weight)
-    reached = below < tl.sum(part) * (1.0 - tl.minimum(top_p, 1.0))
-    reached = reached | (before >= limit)
-    crossing = tl.sum((reached == 0).to(tl.int32))
-    lower = tl.maximum(crossing + 2, tl.sum((before <= HEAD).to(tl.int32)) - 1)
-    ahead = tl.sum(tl.where(j == crossing - 3, before, 0))
-    upper = tl.where(ahead <= AHEAD, 0, crossing - 2)
-    return top_bin, upper, tl.minimum(lower, BINS - 1)
+    tail = total * (1.0 - tl.minimum(top_p, 1.0))
+    # How much of its bin lies before the cut, by weight and by count.
+    by_weight = (tl.cumsum(weight, reverse=True) - tail) / tl.maximum(weight, 1e-30)
+    by_count = (limit - before + count) / tl.maximum(count, 1.0)
+    share = tl.minimum(tl.minimum(by_weight, by_count), 1.0)
+    full = tl.sum((share >= 1.0).to(tl.int32))
+    rest = tl.sum(tl.where(j == full, tl.maximum(share, 0.0), 0.0))
+    place = tl.minimum(full.to(tl.float32) + rest, BINS - 8.0)
+    ahead = tl.sum(tl.where(j.to(tl.float32) <= place - NEAR, count, 0.0))
+    start = ((place - NEAR) * 2097152.0).to(tl.int32)
+    from_top = (ahead <= AHEAD) | (start <= 0)
+    start = tl.where(from_top, 0, start)
+    head = tl.where(from_top, tl.sum((before <= HEAD).to(tl.int32)) << 21, 0)
+    end = tl.minimum(tl.maximum(((place + NEAR) * 2097152.0).to(tl.int32), head), -DEAD - 1)
+    # Just enough for FINE bins to cover the range.
+    widths = tl.full([], FINE, tl.int32) << tl.arange(0, 32)
+    shift = tl.sum(((widths > 0) & (widths < end - start + 1)).to(tl.int32))
+    return -start, end - start + 1, shift
 
 
 @triton.jit
@@ -128,9 +146,7 @@ def _sample_row_kernel(
     statuses,  # int32 [B]
     maxima,  # fp32 [B, SLICES]
     estimates,  # fp32 [B, SLICES]
-    part32,  # int32 [B, 4, SLICES]
-    bins,  # int32 [B, SLICES, BINS]
-    ranges,  # int32 [B, 4]
+    ranges,  # int32 [B, 3]
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
     stride,
@@ -138,7 +154,7 @@ def _sample_row_kernel(
     PURPOSE: tl.constexpr,
     DRAWS: tl.constexpr,
     MAY_CUT: tl.constexpr,
-    RATIO: tl.constexpr,
+    SAMPLE: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -166,16 +182,18 @@ def _sample_row_kernel(
         slope = slope_of(t)
         part = part * tl.exp2((tops - top) * slope)
         if wants_cut(k, p, V):
-            limit = top_k_limit(k, V)
-            top_bin, upper, lower = _locate(
-                bins, part32, row, part, top, slope, limit, p, RATIO, SLICES, PADDED
-            )
-            tl.store(ranges + row * 4, top_bin)
-            tl.store(ranges + row * 4 + 1, upper)
-            tl.store(ranges + row * 4 + 2, lower)
+            depth = _depths(source, V, top, slope, SAMPLE)
+            start, span, shift = _locate(depth, V, tl.sum(part), top_k_limit(k, V), p, SAMPLE)
+            tl.store(ranges + row * 3 + START, start)
+            tl.store(ranges + row * 3 + SPAN, span)
+            tl.store(ranges + row * 3 + SHIFT, shift)
         elif DRAWS:
             word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
-            found, sure = _draw_by_estimate(source, V, part, first, top, slope, word, BLOCK)
+            counts = tl.minimum(tl.maximum(V - s * BLOCK, 0), BLOCK)
+            found, sure = draw_by_estimate(
+                source, V, part, counts, tl.sum(part), first, top, slope, -INFINITY, NO_ID, word,
+                SLACK, BLOCK,
+            )  # fmt: skip
             sure = sure & (floor <= 0)
             token = tl.where(sure, found, token)
             mode = tl.where(sure, DRAWN, mode)

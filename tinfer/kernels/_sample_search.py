@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._masses import INFINITY, divide, reciprocal, weight_q31
-from tinfer.kernels._sample_slices import fine_bin, load_tile, scaled
+from tinfer.kernels._masses import INFINITY, divide, octaves_q24, reciprocal, weight_q31
+from tinfer.kernels._sample_row import NO_ID
+from tinfer.kernels._sample_slices import load_tile
 
 MEMBERS = tl.constexpr(128)  # candidates of one fine bin that are ranked pairwise
-NO_ID = tl.constexpr(2**31 - 1)
 STEP = tl.constexpr(32)  # candidates compared with all collected ones at a time
 
 
@@ -34,35 +34,24 @@ def _comes_before(x, i, y, j):
 
 
 @triton.jit
-def _is_in_bin(x, slope, place):
-    """Whether logits fall into some fine bins; `place` is (low, high, scale, bin, first bin)."""
-    low, high, scale, wanted, first_bin = place
-    t = scaled(x, slope)
-    at = fine_bin(t, high, scale)
-    return (t >= low) & (t < high) & (at >= first_bin) & (at <= wanted)
-
-
-@triton.jit
-def rank(x_in, id_in, n, place, top, slope, weight_before, count_before, limit, threshold):
+def rank(x_in, id_in, n, top, slope, weight_before, count_before, limit, threshold):
     """(cut logit, cut id, kept weight) among the collected candidates of some fine bins."""
     i = tl.arange(0, MEMBERS)
     x = tl.load(x_in + i, mask=i < n, other=-INFINITY)
     ids = tl.load(id_in + i, mask=i < n, other=NO_ID)
-    mine = (i < n) & _is_in_bin(x, slope, place)
-    w = tl.where(mine, weight_q31(x, top, slope), 0).to(tl.int64)
+    w = tl.where(i < n, weight_q31(x, top, slope), 0).to(tl.int64)
     weight = tl.full([MEMBERS], 0, tl.int64) + weight_before
     count = tl.full([MEMBERS], 0, tl.int32) + count_before
     for start in range(0, n, STEP):
         j = start + tl.arange(0, STEP)
         xj = tl.load(x_in + j, mask=j < n, other=-INFINITY)
         idj = tl.load(id_in + j, mask=j < n, other=NO_ID)
-        other = (j < n) & _is_in_bin(xj, slope, place)
-        wj = tl.where(other, weight_q31(xj, top, slope), 0).to(tl.int64)
+        wj = tl.where(j < n, weight_q31(xj, top, slope), 0).to(tl.int64)
         before = _comes_before(xj[None, :], idj[None, :], x[:, None], ids[:, None])
-        before = before & other[None, :]
+        before = before & (j < n)[None, :]
         weight += tl.sum(tl.where(before, wj[None, :], 0), axis=1)
         count += tl.sum(before.to(tl.int32), axis=1)
-    keep = mine & (count < limit) & (weight <= threshold)
+    keep = (i < n) & (count < limit) & (weight <= threshold)
     cut = tl.min(tl.where(keep, x, INFINITY))
     cut_id = tl.max(tl.where(keep & (x == cut), ids, -1))
     return cut, cut_id, weight_before + tl.sum(tl.where(keep, w, 0))
@@ -96,13 +85,13 @@ def draw_member(x_in, id_in, n, cut, cut_id, top, slope, total, first, target):
 
 
 @triton.jit
-def bin_keys(source, V, slope, place, TILE: tl.constexpr):
-    """(least, greatest) key of the candidates of some fine bins, which hold some."""
+def bin_keys(source, V, top, slope, highest, lowest, TILE: tl.constexpr):
+    """(least, greatest) key of the candidates of a fine bin, which holds some."""
     least, greatest = tl.full([TILE], NO_ID, tl.int32), tl.full([TILE], -NO_ID, tl.int32)
     for start in range(0, V, TILE):
-        column = start + tl.arange(0, TILE)
-        x = load_tile(source, column, V)
-        hit = (column < V) & _is_in_bin(x, slope, place)
+        x = load_tile(source, start + tl.arange(0, TILE), V)
+        q = octaves_q24(x, top, slope)
+        hit = (q <= highest) & (q >= lowest)
         least = tl.minimum(least, tl.where(hit, key_of(x), NO_ID))
         greatest = tl.maximum(greatest, tl.where(hit, key_of(x), -NO_ID))
     return tl.min(least).to(tl.int64), tl.max(greatest).to(tl.int64)

@@ -1,8 +1,4 @@
-"""The sampler: masses of every row by the kernels of `_sample_slices` and `_sample_row`, one draw.
-
-The last kernel serves the rows that are not drawn from yet. It reads the slices' sums of floored
-masses, of which it knows the shortfall to 2^31, finds the slice in which the random word falls,
-and computes the masses of that slice once more.
+"""The sampler: launchers of the kernels in `_sample_*`, which `_sample_slices` puts in order.
 
 Source: the reference's contract; philox of Triton's own library, addressed as cuRAND does.
 """
@@ -18,83 +14,35 @@ from torch import Tensor
 
 from tinfer.compat.sampling import check_sample, check_token_masses
 from tinfer.kernels._call import device_reason, stride_reason
-from tinfer.kernels._masses import first_word
-from tinfer.kernels._sample_cut import _sample_collect_kernel, _sample_cut_kernel
+from tinfer.kernels._sample_cut import _sample_cut_kernel
+from tinfer.kernels._sample_floors import (
+    _sample_draw_kernel,
+    _sample_floors_kernel,
+    floor_mass,
+    load_record,
+    slice_masses,
+)
 from tinfer.kernels._sample_row import _sample_row_kernel
+from tinfer.kernels._sample_scan import _sample_scan_kernel
 from tinfer.kernels._sample_search import MEMBERS
 from tinfer.kernels._sample_slices import (
-    BINS,
     ENDED,
     FINE,
-    MASS,
     MODE,
     ROW_FIRST,
     SAMPLED,
     STATUS,
-    _sample_floors_kernel,
     _sample_stats_kernel,
     _sample_weights_kernel,
-    floor_mass,
-    load_record,
-    load_slices,
     load_tile,
 )
 
 MAX_COLUMNS = 1 << 20
 MAX_SLICES = 64
+SAMPLE = 4096  # logits of a row that tell where its cut is
 
 
 # ---------------------------------------------------------------- kernels
-@triton.jit
-def slice_masses(part32, row, SLICES: tl.constexpr, PADDED: tl.constexpr):
-    """int64 [PADDED] sums of the floored masses of every slice."""
-    return load_slices(part32, row, MASS, 4, SLICES, PADDED).to(tl.int64) & 0xFFFFFFFF
-
-
-@triton.jit
-def _sample_draw_kernel(
-    logits,  # fp32 | bf16 [B, V]
-    temperature,  # fp32 [B]
-    min_p,  # fp32 [B]
-    seeds,  # int64 [B]
-    positions,  # int64 [B]
-    record32,  # int32 [B, 4]
-    record_x,  # fp32 [B, 2]
-    kept_total,  # int64 [B], or [B, 3, SLICES] where no cut closes the rows
-    part32,  # int32 [B, 4, SLICES]
-    tokens,  # int64 [B]
-    stride,
-    V,
-    PURPOSE: tl.constexpr,
-    CLOSED: tl.constexpr,
-    SLICES: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
-        first = tl.load(record32 + row * 4 + ROW_FIRST)
-        word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
-        target = word & 0x7FFFFFFF
-        s = tl.arange(0, PADDED)
-        part = slice_masses(part32, row, SLICES, PADDED)
-        rest = 2147483648 - tl.sum(part)
-        part += tl.where(s == first // BLOCK, rest, 0)
-        upto = tl.cumsum(part)
-        mine = tl.sum((upto <= target).to(tl.int32))
-        before = tl.sum(tl.where(s == mine, upto - part, 0))
-        column = mine * BLOCK + tl.arange(0, BLOCK)
-        record = load_record(
-            row, temperature, min_p, record32, record_x, kept_total, CLOSED, SLICES, PADDED
-        )
-        mass = floor_mass(load_tile(logits + row * stride, column, V), column, record)
-        mass = mass.to(tl.int32, bitcast=True) + tl.where(column == first, rest.to(tl.int32), 0)
-        # A sum of 2^31 wraps; one less is compared, with a target that is below 2^31.
-        passed = tl.cumsum(mass) - 1 >= (target - before).to(tl.int32)
-        token = mine * BLOCK + tl.sum((passed == 0).to(tl.int32))
-        tl.store(tokens + row, token.to(tl.int64))
-
-
 @triton.jit
 def tile_masses(source, column, V, row, rows, SLICES: tl.constexpr, PADDED: tl.constexpr):
     """int64 masses of some columns of a row; `source` is the row, `rows` what `RowMasses` holds."""
@@ -119,7 +67,7 @@ def _token_masses_kernel(
     record32,  # int32 [B, 4]
     record_x,  # fp32 [B, 2]
     kept_total,  # int64 [B]
-    part32,  # int32 [B, 4, SLICES]
+    part32,  # int32 [B, 3, SLICES]
     masses,  # int64 [B, V]
     stride,
     V,
@@ -152,7 +100,7 @@ class RowMasses:
 
     filters: tuple[Tensor, Tensor]  # temperature and min_p, fp32 [B]
     records: tuple[Tensor, ...]  # record32 [B, 4], record_x [B, 2], kept_total [B]
-    part32: Tensor  # int32 [B, 4, SLICES]
+    part32: Tensor  # int32 [B, 3, SLICES]
     sizes: dict[str, int]  # SLICES, PADDED, BLOCK
     tile: int
     warps: int
@@ -181,53 +129,59 @@ def row_masses(
     """
     rows, columns = logits.shape
     block, warps, tile, tile_warps = _sample_tiles(rows, columns)
-    slices, sample_size = triton.cdiv(columns, block), max(block // 8, 1)
+    slices = triton.cdiv(columns, block)
+    sample_size = min(SAMPLE, triton.next_power_of_2(columns))
     sizes = {"SLICES": slices, "PADDED": triton.next_power_of_2(slices), "BLOCK": block}
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, *shape, dtype=dtype, device=logits.device)
 
     maxima, estimates = empty(slices, dtype=torch.float32), empty(slices, dtype=torch.float32)
-    part32, part64 = empty(4, slices), empty(3, slices, dtype=torch.int64)
-    bins, ranges, counters = empty(slices, BINS.value), empty(4), empty()
+    part32, part64 = empty(3, slices), empty(3, slices, dtype=torch.int64)
     fine = (empty(FINE.value, dtype=torch.int64), empty(FINE.value))
+    ranges, counters = empty(3), empty()
     found = (empty(MEMBERS.value, dtype=torch.float32), empty(MEMBERS.value))
     records = (empty(4), empty(2, dtype=torch.float32), empty(dtype=torch.int64))
-    temperature, top_k, top_p, min_p = filters
+    temperature, _, _, min_p = filters
+    seeds, positions, purpose = keys or (logits, logits, 0)
+    tokens, statuses = out or (logits, logits)
     sized, grid = (logits.stride(0), columns), (rows * slices,)
+    draws = {"PURPOSE": purpose, "DRAWS": keys is not None}
     whole = {"num_warps": warps, "enable_fp_fusion": False}
     tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
-        logits, temperature, top_k, top_p, maxima, estimates, part32, bins, *fine, counters,
-        *sized, may_cut, slices, block, sample_size, **whole,
+        logits, temperature, maxima, estimates, *fine, counters, *sized, may_cut, slices, block,
+        **whole,
     )  # fmt: skip
-    seeds, positions, purpose = keys or (logits, logits, 0)
     _sample_row_kernel[(rows,)](
-        logits, *filters, seeds, positions, *(out or (logits, logits)), maxima, estimates, part32,
-        bins, ranges, *records[:2], *sized, PURPOSE=purpose, DRAWS=keys is not None,
-        MAY_CUT=may_cut, RATIO=block // sample_size, **sizes, **whole,
+        logits, *filters, seeds, positions, tokens, statuses, maxima, estimates, ranges,
+        *records[:2], *sized, MAY_CUT=may_cut, SAMPLE=sample_size, **draws, **sizes, **whole,
     )  # fmt: skip
-    for cuts in (False, True)[: 1 + may_cut]:
-        _sample_weights_kernel[grid](
-            logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, cuts, slices,
-            block, **tiled,
-        )  # fmt: skip
+    _sample_weights_kernel[grid](
+        logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, may_cut, slices,
+        block, **tiled,
+    )  # fmt: skip
     if may_cut:
-        cut = (part32, part64, *fine, ranges, counters, *found)
-        groups = max(slices // 4, 1)
-        _sample_collect_kernel[(rows * groups,)](
-            logits, *filters[:3], *cut, records[0], *sized, groups, **sizes, **whole
+        sums = (part32, part64, *fine, ranges, counters, *found, estimates)
+        groups = slices if rows <= 8 else max(slices // 4, 1)
+        _sample_scan_kernel[(rows * groups,)](
+            logits, *filters[:3], *sums, *records[:2], *sized, groups, **sizes, **whole
         )
         _sample_cut_kernel[(rows,)](
-            logits, *filters[:3], seeds, positions, out[0] if out else logits, *cut, *records,
-            *sized, PURPOSE=purpose, DRAWS=keys is not None, SLICES=slices,
-            PADDED=sizes["PADDED"], TILE=block, **whole,
+            logits, *filters, seeds, positions, tokens, *sums, *records, *sized, **draws, **sizes,
+            **whole,
         )  # fmt: skip
     else:
         records = (*records[:2], part64)
+    masses = (*records, part32, *sized)
     _sample_floors_kernel[grid](
-        logits, temperature, min_p, *records, part32, *sized, CLOSED=may_cut, **sizes, **tiled
+        logits, temperature, min_p, *masses, CLOSED=may_cut, **sizes, **tiled
     )
+    if keys is not None:
+        _sample_draw_kernel[(rows,)](
+            logits, temperature, min_p, *keys[:2], tokens, *masses, PURPOSE=purpose,
+            CLOSED=may_cut, **sizes, **whole,
+        )  # fmt: skip
     return RowMasses((temperature, min_p), records, part32, sizes, tile, tile_warps)
 
 
@@ -273,18 +227,13 @@ def sample(
     may_cut: bool = True,
 ) -> tuple[Tensor, Tensor]:
     check_sample(logits, temperature, top_k, top_p, min_p, seeds, positions, purpose)
-    rows, columns = logits.shape
+    rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     status = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if not rows:
         return tokens, status
-    keys = (seeds, positions, purpose)
-    m = row_masses(logits, (temperature, top_k, top_p, min_p), keys, (tokens, status), may_cut)
-    _sample_draw_kernel[(rows,)](
-        logits, *m.filters, seeds, positions, *m.records, m.part32, tokens, logits.stride(0),
-        columns, PURPOSE=purpose, CLOSED=may_cut, **m.sizes,
-        num_warps=max(min(m.sizes["BLOCK"] // 512, 16), 1), enable_fp_fusion=False,
-    )  # fmt: skip
+    filters = (temperature, top_k, top_p, min_p)
+    row_masses(logits, filters, (seeds, positions, purpose), (tokens, status), may_cut)
     return tokens, status
 
 
