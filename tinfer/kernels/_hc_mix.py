@@ -198,7 +198,7 @@ def _hc_finish_kernel(
     partial, scale, base, weight, x, pre, post, comb, rows, width, splits, norm_eps, hc_eps, iters,
     C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_S: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One task makes a token's mixes; with NORM another normalizes its row of x in place."""
     tasks = 2 if NORM else 1
@@ -212,7 +212,9 @@ def _hc_finish_kernel(
             mixes = ()
             for n in tl.static_range(MIXES):
                 mixes = mixes + (_one(value, n, column),)
-            store_mixes(mixes, row, row < rows, scale, base, pre, post, comb, hc_eps, iters, C)
+            store_mixes(
+                mixes, row, row < rows, scale, base, pre, post, comb, hc_eps, iters, C, NATIVE
+            )
         else:
             rstd = tl.rsqrt(_one(value, MIXES + 1, column) / width + norm_eps)
             _norm_part(x + row * width, weight, tl.arange(0, MAIN), width, rstd, HAS_WEIGHT)
@@ -224,7 +226,7 @@ def _hc_finish_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _hc_split_kernel(
     mixes, scale, base, pre, post, comb, rows, hc_eps, iters,
-    C: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr,
+    C: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK), tl.num_programs(0)):
         token = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -232,4 +234,4 @@ def _hc_split_kernel(
         row = ()
         for n in tl.static_range(MIXES):
             row = row + (tl.load(mixes + token * MIXES + n, mask=live, other=0.0),)
-        store_mixes(row, token, live, scale, base, pre, post, comb, hc_eps, iters, C)
+        store_mixes(row, token, live, scale, base, pre, post, comb, hc_eps, iters, C, NATIVE)

@@ -163,7 +163,8 @@ def _run(
         rows, width, splits, mixing.norm_eps, mixing.hc_eps, mixing.iters,
         C=copies, MIXES=mix_rows(copies), WIDTH=row_width,
         BLOCK_S=triton.next_power_of_2(splits), NORM=norm, HAS_WEIGHT=weight is not None,
-        MAIN=main, REST=rest, num_warps=4 if norm else 1,
+        MAIN=main, REST=rest, NATIVE=target(stream.device).backend == "cuda",
+        num_warps=4 if norm else 1,
     )  # fmt: skip
     return mixes
 
@@ -189,10 +190,11 @@ def hc_split(mixes: Tensor, scale: Tensor, base: Tensor, hc_eps: float, iters: i
     rows, copies = mixes.shape[0], {3: 1, 8: 2, 24: 4}[mixes.shape[1]]
     outputs = _new_mixes(mixes.new_empty(rows, copies, 0))
     if rows:
-        block = 32
+        block = 16
         _hc_split_kernel[(min(triton.cdiv(rows, block), MAX_PROGRAMS),)](
             mixes, scale, base, *outputs, rows, hc_eps, iters,
-            C=copies, MIXES=mixes.shape[1], BLOCK=block, num_warps=1,
+            C=copies, MIXES=mixes.shape[1], BLOCK=block,
+            NATIVE=target(mixes.device).backend == "cuda", num_warps=1,
         )  # fmt: skip
     return outputs
 
