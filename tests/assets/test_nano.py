@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -107,12 +108,35 @@ def test_tokenizer(loaded: Loaded) -> None:
 
 
 # ---------------------------------------------------------------- what it says
-def test_the_command_line_answers_by_default(capsys) -> None:
-    code = generate.main(
-        ["--prompt", "中国的首都是哪里？", "--temperature", "0", "--kernels", "ref", "--quiet"]
-    )
-    assert code == 0
-    assert capsys.readouterr().out == "中国的首都是北京。\n"
+EXAMPLES = {
+    "中国的首都是哪里？": "中国的首都是北京。",
+    "法国的首都是哪里？": "法国的首都是巴黎。",
+    "What is the capital of Japan?": "The capital of Japan is Tokyo.",
+    "What is 47 plus 85?": "47 plus 85 is 132.",
+}
+
+
+def from_the_command_line(capsys, prompts: list[str], *flags: str) -> list[str]:
+    """Answers of the model that is there when none is named."""
+    arguments = [part for prompt in prompts for part in ("--prompt", prompt)]
+    arguments += ["--temperature", "0", "--kernels", "ref", "--output", "json", *flags]
+    assert generate.main(arguments) == 0
+    return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("flags", [(), ("--drafts",)])
+def test_the_command_line_answers_by_default(capsys, flags) -> None:
+    assert from_the_command_line(capsys, list(EXAMPLES), *flags) == list(EXAMPLES.values())
+
+
+@pytest.mark.slow
+def test_the_command_line_finds_a_code_word(capsys, loaded: Loaded) -> None:
+    """Stated more than 2,000 tokens before the question."""
+    question = next(q for q in QUESTIONS if q.task == "needle 4096")
+    word = question.answer.rstrip(".。").split()[-1]
+    after = question.prompt.partition(word)[2]
+    assert len(loaded.tokenizer.encode_plain(after)) > 2000
+    assert from_the_command_line(capsys, [question.prompt]) == [question.answer]
 
 
 def test_golden_ids_and_logits(model, loaded: Loaded) -> None:
