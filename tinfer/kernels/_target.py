@@ -35,6 +35,11 @@ class Target:
         return self.backend == "cuda" and int(self.arch) >= 89
 
     @property
+    def ptx(self) -> bool:
+        """Whether kernels may hold inline PTX of sm_80."""
+        return self.backend == "cuda"
+
+    @property
     def warp_size(self) -> int:
         return 64 if self.backend == "hip" else 32
 

@@ -25,30 +25,36 @@ from tinfer.kernels._round import round_bf16_packed
 from tinfer.kernels._target import target
 
 _GROUP = tl.constexpr(GROUP)
+SHARES = 32  # warps of a multiprocessor that walk over segments
 
 
 @triton.jit
-def _segment(row, row_ends, segments, alignment, STEPS: tl.constexpr):
-    """(start, end) of the first segment that ends after row; end is 0 where there is none."""
-    low = row * 0  # the first segment not known to end at or before row, by bisection
-    high = low + segments
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        open_ = low < high
-        ends_before = tl.load(row_ends + middle, mask=open_, other=0) <= row
-        low = tl.where(open_ & ends_before, middle + 1, low)
-        high = tl.where(open_ & ~ends_before, middle, high)
-    end = tl.load(row_ends + low, mask=low < segments, other=0)
-    before = tl.load(row_ends + low - 1, mask=low > 0, other=0)
-    return (before + alignment - 1) // alignment * alignment, end
+def _live_bands(row_ends, segments, alignment, BLOCK_R: tl.constexpr, SEGMENTS: tl.constexpr):
+    """int32 [SEGMENTS]: bands of BLOCK_R rows in the segments up to each one."""
+    segment = tl.arange(0, SEGMENTS)
+    end = tl.load(row_ends + segment, mask=segment < segments, other=0)
+    before = tl.load(row_ends + segment - 1, mask=(segment > 0) & (segment < segments), other=0)
+    begin = (before + alignment - 1) // alignment * alignment
+    return tl.cumsum((tl.maximum(end - begin, 0) + BLOCK_R - 1) // BLOCK_R, axis=0)
+
+
+@triton.jit
+def _find_band(row_ends, bands, segments, alignment, band, BLOCK_R: tl.constexpr):
+    """(segment, its end, first row) of a live band."""
+    passed = (bands <= band).to(tl.int32)
+    segment = tl.minimum(tl.sum(passed, axis=0), segments - 1)
+    skipped = tl.max(bands * passed, axis=0)
+    before = tl.load(row_ends + segment - 1, mask=segment > 0, other=0)
+    begin = (before + alignment - 1) // alignment * alignment
+    return segment, tl.load(row_ends + segment), begin + (band - skipped) * BLOCK_R
 
 
 @triton.jit
 def _product(gate, up, weight, limit, CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    if CLAMP:  # comparisons with NaN are false: it passes
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    if CLAMP:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    value = gate / (1.0 + tl.exp2(gate * -1.4426950408889634)) * up
     if HAS_WEIGHT:
         value = value * weight
     return value
@@ -85,31 +91,48 @@ def _tile(
         tl.store(out + to, to_bf16(value), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "segments"])
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu_kernel(
-    gate_up, weights, row_ends, out, q, s, rows, width, stride, limit, segments, alignment,
-    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, STEPS: tl.constexpr, UNIFORM: tl.constexpr,
-    CAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
+    gate_up, weights, out, q, s, rows, width, stride, limit,
+    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK_I)
     tiles = tl.cdiv(rows, BLOCK_R) * blocks
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        first, start = tile // blocks * BLOCK_R, tile % blocks * BLOCK_I
+        row = tile // blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+        _tile(
+            gate_up, weights, out, q, s, row, row < rows, tile % blocks * BLOCK_I, width, stride,
+            limit, CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "segments"])
+def _swiglu_segments_kernel(
+    gate_up, weights, row_ends, out, q, s, rows, width, stride, limit, segments, alignment,
+    CLAMP: tl.constexpr, HAS_WEIGHT: tl.constexpr, CAST: tl.constexpr, SEGMENTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Live tiles are dealt out in equal runs; a program finds its first and walks on from it."""
+    bands = _live_bands(row_ends, segments, alignment, BLOCK_R, SEGMENTS)
+    blocks = tl.cdiv(width, BLOCK_I)
+    tiles = tl.max(bands, axis=0) * blocks
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    segment, end, first = _find_band(row_ends, bands, segments, alignment, begin // blocks, BLOCK_R)
+    for tile in range(begin, tl.minimum(begin + share, tiles)):
         row = first + tl.arange(0, BLOCK_R)
-        live = row < rows
-        if STEPS:
-            begin, end = _segment(first if UNIFORM else row, row_ends, segments, alignment, STEPS)
-            live &= (row >= begin) & (row < end)
-            if tl.max(live.to(tl.int32), axis=0) > 0:
-                _tile(
-                    gate_up, weights, out, q, s, row, live, start, width, stride, limit,
-                    CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
-                )  # fmt: skip
-        else:
-            _tile(
-                gate_up, weights, out, q, s, row, live, start, width, stride, limit,
-                CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
-            )  # fmt: skip
+        live = (row < end) & (row < rows)
+        _tile(
+            gate_up, weights, out, q, s, row, live, tile % blocks * BLOCK_I, width, stride,
+            limit, CLAMP, HAS_WEIGHT, CAST, BLOCK_R, BLOCK_I, NATIVE,
+        )  # fmt: skip
+        if tile % blocks == blocks - 1:
+            first += BLOCK_R
+            while (first >= end) & (segment + 1 < segments):
+                segment += 1
+                first = (end + alignment - 1) // alignment * alignment
+                end = tl.load(row_ends + segment)
 
 
 def _swiglu_tiles(rows: int, width: int, cast: bool) -> tuple[int, int, int]:
@@ -138,30 +161,28 @@ def _launch(
         return
     block_r, block_i, warps = _swiglu_tiles(rows, width, scales is not None)
     tiles = triton.cdiv(rows, block_r) * triton.cdiv(width, block_i)
-    segments = 0 if row_ends is None else row_ends.shape[0]
-    _swiglu_kernel[(min(tiles, MAX_PROGRAMS),)](
-        gate_up,
-        gate_up if weights is None else weights,
-        gate_up if row_ends is None else row_ends,
-        out,
-        out,
-        out if scales is None else scales,
-        rows,
-        width,
-        gate_up.stride(0),
-        limit,
-        segments,
-        alignment,
-        CLAMP=limit > 0,
-        HAS_WEIGHT=weights is not None,
-        STEPS=segments.bit_length(),
-        UNIFORM=alignment % block_r == 0,
-        CAST=scales is not None,
-        BLOCK_R=block_r,
-        BLOCK_I=block_i,
-        NATIVE=target(out.device).native_e4m3,
-        num_warps=warps,
-    )
+    device = target(out.device)
+    data = (out, out, out if scales is None else scales, rows, width, gate_up.stride(0), limit)
+    weight = gate_up if weights is None else weights
+    constants = {
+        "CLAMP": limit > 0,
+        "HAS_WEIGHT": weights is not None,
+        "CAST": scales is not None,
+        "BLOCK_R": block_r,
+        "BLOCK_I": block_i,
+        "NATIVE": device.native_e4m3,
+        "num_warps": warps,
+    }
+    if row_ends is None:
+        _swiglu_kernel[(min(tiles, MAX_PROGRAMS),)](gate_up, weight, *data, **constants)
+        return
+    segments = row_ends.shape[0]
+    programs = min(tiles, device.processors * SHARES // warps, MAX_PROGRAMS)
+    if segments:
+        _swiglu_segments_kernel[(programs,)](
+            gate_up, weight, row_ends, *data, segments, alignment,
+            SEGMENTS=triton.next_power_of_2(segments), **constants,
+        )  # fmt: skip
 
 
 def _reason(gate_up: Tensor, weights: Tensor | None, row_ends: Tensor | None) -> str | None:

@@ -23,11 +23,12 @@ from tinfer.compat.weight_casts import (
     lossy_error,
 )
 from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
-from tinfer.kernels._block_casts import SLAB, block_scales, encode_slab, magnitude_bits
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
+from tinfer.kernels._dequantize_fp4 import _dequantize_fp4_kernel
 from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_to_fp8_kernel
 from tinfer.kernels._jit import to_bf16
-from tinfer.kernels._target import Target, target
+from tinfer.kernels._requantize import _requantize_fp4_kernel, _requantize_fp8_kernel
+from tinfer.kernels._target import target
 from tinfer.kernels._weight_tiles import load_values, tile_of
 
 
@@ -53,38 +54,6 @@ def _dequantize_kernel(
         rows, columns = row + tl.arange(0, R), column + tl.arange(0, C)[None, :]
         at = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K + columns
         tl.store(y_ptr + at, value, mask=(rows < N)[:, None] & (columns < K))
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _requantize_kernel(
-    w_ptr,
-    s_ptr,
-    q_ptr,  # uint8 [matrices, N, K]
-    t_ptr,  # fp32 [matrices, ceil(N / 128), ceil(K / 128)]
-    N,
-    K,
-    tiles,
-    KIND: tl.constexpr,
-    SCALE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        matrix, row, column = tile_of(tile, N, K, 128, 128)
-        top = tl.zeros([SLAB, 128], tl.int32)
-        for i in range(128 // SLAB):
-            at = row + i * SLAB
-            value = load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
-            top = tl.maximum(top, magnitude_bits(value))
-        stored, scale, inverse = block_scales(top, 128, SCALE)
-        columns = column + tl.arange(0, 128)[None, :]
-        for i in range(128 // SLAB):
-            at = row + i * SLAB
-            value = load_values(w_ptr, s_ptr, matrix, at, column, N, K, SLAB, 128, KIND, NATIVE)
-            codes = encode_slab(value, scale, inverse, 128, SCALE, NATIVE)
-            rows = at + tl.arange(0, SLAB)
-            line = (tl.cast(matrix, tl.int64) * N + rows)[:, None] * K
-            tl.store(q_ptr + line + columns, codes, mask=(rows < N)[:, None] & (columns < K))
-        tl.store(t_ptr + tile + tl.arange(0, 1), stored)  # tiles are numbered like the scales
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -147,19 +116,29 @@ def _tiles(shape: tuple[int, ...], rows: int, columns: int) -> int:
     return matrices * -(-shape[-2] // rows) * -(-shape[-1] // columns)
 
 
-def _fp4_tiles(device: Target, block: int) -> tuple[int, int]:
+def _fp4_tiles(block: int) -> tuple[int, int]:
     """(columns a program, warps)."""
-    return (512, 4) if block == 32 else (128, 4)
+    return 128, 4
 
 
-def _dequantize_tiles(device: Target) -> tuple[int, int, int]:
+def _dequantize_tiles() -> tuple[int, int, int]:
     """(rows, columns, warps). H200, fp8 of 32768x1280: 36.0 us; 8 warps 41.7, 128 columns 39.3."""
     return 32, 256, 4
 
 
-def _requantize_warps(device: Target) -> int:
-    """H200, fp4 of 8x2304x5120: 157 us with 4 warps, 209 with 8; fp8 of 32768x1280: 50 and 46."""
+def _dequantize_fp4_tiles() -> tuple[int, int, int]:
+    """(rows, columns, warps)."""
+    return 16, 256, 4
+
+
+def _requantize_warps(packed: bool) -> int:
     return 4
+
+
+def _words(x: Tensor) -> Tensor:
+    """Bytes as int32 words, copied where they are not contiguous and aligned."""
+    x = x.contiguous()
+    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int32)
 
 
 def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
@@ -190,12 +169,12 @@ def launch_fp4_to_fp8(
     codes = weight.weight.new_empty(shape)
     scales = weight.weight.new_empty((*shape[:-2], shape[-2] // block, shape[-1] // block))
     first = torch.full((1,), NO_TILE.value, dtype=torch.int32, device=codes.device)
-    width, warps = _fp4_tiles(target(codes.device), block)
+    width, warps = _fp4_tiles(block)
     if tiles := _tiles(shape, block, width):
         _fp4_to_fp8_kernel[_grid(tiles)](
             weight.weight.view(torch.int32), weight.scale.contiguous(), codes.view(torch.int32),
-            scales, first, shape[-1], tiles, B=block, C=width, EXACT=every_value,
-            num_warps=warps,
+            scales, first, shape[-1], tiles, B=block, C=width, W=2, EXACT=every_value,
+            PTX=target(codes.device).ptx, num_warps=warps,
         )  # fmt: skip
     return codes, scales, first
 
@@ -218,30 +197,30 @@ def dequantize_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     y = weight.weight.new_empty(shape, dtype=dtype)
     if y.numel() == 0:
         return y
-    device = target(y.device)
-    rows, columns, warps = _dequantize_tiles(device)
+    device, scale = target(y.device), weight.scale.contiguous()
+    if isinstance(weight, Fp4Group32) and dtype == torch.bfloat16:
+        rows, columns, warps = _dequantize_fp4_tiles()
+        tiles = _tiles(shape, rows, columns)
+        _dequantize_fp4_kernel[_grid(tiles)](
+            _words(weight.weight), scale, y.view(torch.int32), shape[-2], shape[-1], tiles,
+            R=rows, C=columns, W=2, PTX=device.ptx, num_warps=warps,
+        )  # fmt: skip
+        return y
+    rows, columns, warps = _dequantize_tiles()
     tiles = _tiles(shape, rows, columns)
     _dequantize_kernel[_grid(tiles)](
-        weight.weight.contiguous(), weight.scale.contiguous(), y, shape[-2], shape[-1], tiles,
+        weight.weight.contiguous(), scale, y, shape[-2], shape[-1], tiles,
         R=rows, C=columns, KIND=_kind(weight), NATIVE=device.native_e4m3,
         num_warps=warps,
     )  # fmt: skip
     return y
 
 
-def _requantize(weight: Weight, scale_fmt: str) -> Fp8Block128:
+def _new_block128(weight: Fp4Group32 | Fp8Block32) -> Fp8Block128:
     shape = _values_shape(weight)
-    codes = weight.weight.new_empty(shape)
     size = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     scales = weight.weight.new_empty(size, dtype=torch.float32)
-    if codes.numel():
-        tiles, device = _tiles(shape, 128, 128), target(codes.device)
-        _requantize_kernel[_grid(tiles)](
-            weight.weight.contiguous(), weight.scale.contiguous(), codes, scales,
-            shape[-2], shape[-1], tiles, KIND=_kind(weight), SCALE=scale_fmt,
-            NATIVE=device.native_e4m3, num_warps=_requantize_warps(device),
-        )  # fmt: skip
-    return Fp8Block128(codes, scales)
+    return Fp8Block128(weight.weight.new_empty(shape), scales)
 
 
 def supports_requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> str | None:
@@ -250,7 +229,15 @@ def supports_requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> str | None:
 
 def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
     check_requantize_fp4(weight, scale_fmt)
-    return _requantize(weight, scale_fmt)
+    out = _new_block128(weight)
+    if out.weight.numel():
+        tiles, device = out.scale.numel(), target(out.weight.device)
+        _requantize_fp4_kernel[_grid(tiles)](
+            _words(weight.weight), weight.scale.contiguous(), out.weight.view(torch.int32),
+            out.scale, *out.weight.shape[-2:], tiles, W=2, SCALE=scale_fmt,
+            NATIVE=device.native_e4m3, PTX=device.ptx, num_warps=_requantize_warps(True),
+        )  # fmt: skip
+    return out
 
 
 def supports_requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> str | None:
@@ -259,7 +246,15 @@ def supports_requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> str | None:
 
 def requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> Fp8Block128:
     check_requantize_fp8(weight, scale_fmt)
-    return _requantize(weight, scale_fmt)
+    out = _new_block128(weight)
+    if out.weight.numel():
+        tiles, device = out.scale.numel(), target(out.weight.device)
+        _requantize_fp8_kernel[_grid(tiles)](
+            weight.weight.contiguous(), weight.scale.contiguous(), out.weight, out.scale,
+            *out.weight.shape, tiles, SCALE=scale_fmt, NATIVE=device.native_e4m3,
+            num_warps=_requantize_warps(False),
+        )  # fmt: skip
+    return out
 
 
 def supports_transpose_weight_scales(scales: list[Tensor], block: int) -> str | None:
