@@ -58,8 +58,8 @@ def _dequantize_fp4_kernel(
     U: tl.constexpr = C // (8 * W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         matrix, row, column = tile_of(tile, N, K, R, C)
-        rows = (row + tl.arange(0, R))[:, None]
-        unit = column // 8 // W + tl.arange(0, U)[None, :]
+        rows = (row + tl.arange(0, R))[None, :]
+        unit = column // 8 // W + tl.arange(0, U)[:, None]
         inside = (rows < N) & (unit * (8 * W) < K)
         groups = (tl.cast(matrix, tl.int64) * N + rows) * (K // 32)
         units = groups * (4 // W) + unit
@@ -70,5 +70,5 @@ def _dequantize_fp4_kernel(
         signs = tl.where(power == power, SIGNS, 0).to(tl.int32)[:, :, None]
         a, b = _four_values(words, low0, low1, high0, high1, signs, PTX)
         c, d = _four_values(words >> 16, low0, low1, high0, high1, signs, PTX)
-        values = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [R, U, 4 * W])
+        values = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [U, R, 4 * W])
         tl.store(words_at(y_ptr, units, 4 * W), values, mask=inside[:, :, None])

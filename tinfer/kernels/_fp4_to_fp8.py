@@ -49,10 +49,8 @@ def _encoded_tables(power):
 
 @triton.jit
 def _by_blocks(x, BLOCKS: tl.constexpr):
-    """Maximum of int32 [B, GROUPS] over the rows and groups of each of BLOCKS blocks."""
-    B: tl.constexpr = x.shape[0]
-    GROUPS: tl.constexpr = x.shape[1]
-    return tl.max(tl.max(tl.reshape(x, [B, BLOCKS, GROUPS // BLOCKS]), axis=2), axis=0)
+    """Maximum of int32 [UNITS, B] over the units and rows of each of BLOCKS blocks."""
+    return tl.max(tl.reshape(x, [BLOCKS, x.shape[0] // BLOCKS * x.shape[1]]), axis=1)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -76,8 +74,8 @@ def _fp4_to_fp8_kernel(
         across = (K + C - 1) // C
         down = tile // across
         start = tile - down * across
-        row = (down * B + tl.arange(0, B)).to(tl.int64)[:, None]
-        unit = start * UNITS + tl.arange(0, UNITS)[None, :]
+        row = (down * B + tl.arange(0, B)).to(tl.int64)[None, :]
+        unit = start * UNITS + tl.arange(0, UNITS)[:, None]
         inside = (unit * (8 * W) < K) & (row >= 0)
         groups = row * (K // 32)
         units = groups * (4 // W) + unit
@@ -85,8 +83,8 @@ def _fp4_to_fp8_kernel(
         words = tl.load(words_at(w_ptr, units, W), mask=inside[:, :, None], other=0)
 
         base = tl.maximum(_by_blocks(exponent, BLOCKS) - 6, 0)  # [BLOCKS]
-        spread = tl.broadcast_to(base[None, :, None], [B, BLOCKS, UNITS // BLOCKS])
-        k = exponent - tl.reshape(spread, [B, UNITS]) + 6  # at most 12
+        spread = tl.broadcast_to(base[:, None], [BLOCKS, UNITS // BLOCKS * B])
+        k = exponent - tl.reshape(spread, [UNITS, B]) + 6  # at most 12
         block = start * BLOCKS + tl.arange(0, BLOCKS)
         tl.store(s_ptr + down * (K // B) + block, base.to(tl.uint8), mask=block * B < K)
         if EXACT:

@@ -4,7 +4,9 @@ Within one group of 32 columns the eight magnitudes of e2m1 map to eight results
 is computed once; its results are then picked by the codes themselves, four bytes an instruction
 where the device has a byte permutation (PTX), by shifts elsewhere.
 
-Tensors are int32: words [R, U, W] are 8 W columns of units [R, U]; a unit lies in one group.
+Tensors are int32: words [U, R, W] are 8 W columns of units [U, R]; a unit lies in one group of
+row R. Units come first because Triton deals the first axis to neighbouring threads where several
+have a stride: so neighbours read and write neighbouring words.
 """
 
 from __future__ import annotations
@@ -78,18 +80,18 @@ def _greater(a, b):
 
 @triton.jit
 def largest_magnitude(words):
-    """[R, U, W] -> [R, U]: the largest of the 8 W magnitude codes, 0 to 7."""
-    R: tl.constexpr = words.shape[0]
-    U: tl.constexpr = words.shape[1]
+    """[U, R, W] -> [U, R]: the largest of the 8 W magnitude codes, 0 to 7."""
+    U: tl.constexpr = words.shape[0]
+    R: tl.constexpr = words.shape[1]
     top = words & 0x77777777
     if words.shape[2] == 4:
-        a, b = tl.split(tl.reshape(top, [R, U, 2, 2]))
+        a, b = tl.split(tl.reshape(top, [U, R, 2, 2]))
         top = _greater(a, b)
     if words.shape[2] >= 2:
         a, b = tl.split(top)
         top = _greater(a, b)
     else:
-        top = tl.reshape(top, [R, U])
+        top = tl.reshape(top, [U, R])
     top = _greater(top, (top >> 16) & 0x7777)
     top = _greater(top, top >> 8)
     return _greater(top, top >> 4) & 7
@@ -97,17 +99,17 @@ def largest_magnitude(words):
 
 @triton.jit
 def words_at(first_ptr, index, W: tl.constexpr):
-    """Pointers [R, U, W] to the W words from W * index [R, U] on."""
+    """Pointers [U, R, W] to the W words from W * index [U, R] on."""
     return first_ptr + (index * W)[:, :, None] + tl.arange(0, W)[None, None, :]
 
 
 @triton.jit
 def bytes_of(words, low, high, signs, PTX: tl.constexpr):
-    """[R, U, W] -> [R, U, 2 W]: four bytes a word, picked from the tables [R, U]."""
-    R: tl.constexpr = words.shape[0]
-    U: tl.constexpr = words.shape[1]
+    """[U, R, W] -> [U, R, 2 W]: four bytes a word, picked from the tables [U, R]."""
+    U: tl.constexpr = words.shape[0]
+    R: tl.constexpr = words.shape[1]
     W: tl.constexpr = words.shape[2]
     low, high, signs = low[:, :, None], high[:, :, None], signs[:, :, None]
     even = signed_bytes(low, high, words, signs, PTX)
     odd = signed_bytes(low, high, words >> 16, signs, PTX)
-    return tl.reshape(tl.join(even, odd), [R, U, 2 * W])
+    return tl.reshape(tl.join(even, odd), [U, R, 2 * W])

@@ -21,7 +21,7 @@ _SIDE = tl.constexpr(128)
 
 @triton.jit
 def _tile_scale(top, SCALE: tl.constexpr):
-    """Magnitude bits [R, G] -> `group_scale` of their maximum, [1] each."""
+    """Magnitude bits, 2-D -> `group_scale` of their maximum, [1] each."""
     amax = tl.max(tl.max(top, axis=1), axis=0)
     bits = tl.zeros([1], tl.int32) + amax
     return group_scale(bits.to(tl.float32, bitcast=True), "e4m3", SCALE)
@@ -50,8 +50,8 @@ def _requantize_fp4_kernel(
     U: tl.constexpr = _SIDE // 8 // W
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         matrix, row, column = tile_of(tile, N, K, _SIDE, _SIDE)
-        rows = (row + tl.arange(0, _SIDE))[:, None]
-        unit = column // 8 // W + tl.arange(0, U)[None, :]
+        rows = (row + tl.arange(0, _SIDE))[None, :]
+        unit = column // 8 // W + tl.arange(0, U)[:, None]
         inside = (rows < N) & (unit * (8 * W) < K)
         groups = (tl.cast(matrix, tl.int64) * N + rows) * (K // 32)
         units = groups * (4 // W) + unit
@@ -59,8 +59,8 @@ def _requantize_fp4_kernel(
         power = ue8m0_decode(tl.load(s_ptr + groups + unit // (4 // W), mask=inside, other=0))
         top = magnitude_bits(e2m1_decode(largest_magnitude(words)) * power)
         stored, scale, inverse = _tile_scale(top, SCALE)
-        low = tl.zeros([_SIDE, U], tl.int32)
-        high = tl.zeros([_SIDE, U], tl.int32)
+        low = tl.zeros([U, _SIDE], tl.int32)
+        high = tl.zeros([U, _SIDE], tl.int32)
         for j in tl.static_range(4):
             near = _table_entry(j, power, scale[:, None], inverse[:, None], SCALE, NATIVE)
             far = _table_entry(j + 4, power, scale[:, None], inverse[:, None], SCALE, NATIVE)

@@ -59,7 +59,8 @@ def _dequantize_kernel(
 @triton.jit(do_not_specialize=["tiles"])
 def _pack_scales_kernel(
     s_ptr,  # uint8 or fp32 [matrices, lines, columns], any strides
-    y_ptr,  # int32 [matrices, words, lines * BLOCK]
+    y_ptr,  # int32 [matrices, words, lines * BLOCK], then the same of the transposed matrices
+    matrices,
     lines,
     columns,
     tiles,
@@ -69,21 +70,30 @@ def _pack_scales_kernel(
     BLOCK: tl.constexpr,
     R: tl.constexpr,
 ):
-    words, rows = (columns + 3) // 4, lines * BLOCK
-    across = (rows + R - 1) // R
+    own_words, own_rows = (columns + 3) // 4, lines * BLOCK
+    own_tiles = matrices * own_words * ((own_rows + R - 1) // R)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        line = tile // across
+        turned = tile >= own_tiles
+        height, width = tl.where(turned, columns, lines), tl.where(turned, lines, columns)
+        stride_down = tl.where(turned, stride_column, stride_line)
+        stride_across = tl.where(turned, stride_line, stride_column)
+        words, rows = (width + 3) // 4, height * BLOCK
+        across = (rows + R - 1) // R
+        here = tile - tl.where(turned, own_tiles, 0)
+        line = here // across
         matrix, word = line // words, line % words
-        row = (tile - line * across) * R + tl.arange(0, R)
+        row = (here - line * across) * R + tl.arange(0, R)
         column = word * 4 + tl.arange(0, 4)[None, :]
-        at = tl.cast(matrix, tl.int64) * stride_matrix + (row // BLOCK)[:, None] * stride_line
-        inside = (row < rows)[:, None] & (column < columns)
-        s = tl.load(s_ptr + at + column * stride_column, mask=inside, other=0)  # [R, 4]
+        at = tl.cast(matrix, tl.int64) * stride_matrix + (row // BLOCK)[:, None] * stride_down
+        inside = (row < rows)[:, None] & (column < width)
+        s = tl.load(s_ptr + at + column * stride_across, mask=inside, other=0)  # [R, 4]
         if s_ptr.dtype.element_ty == tl.float32:
             s = s.to(tl.int32, bitcast=True) >> 23
         shift = (tl.arange(0, 4) * 8)[None, :]
         packed = tl.sum(s.to(tl.int32) << shift, axis=1)
-        tl.store(y_ptr + tl.cast(line, tl.int64) * rows + row, packed, mask=row < rows)
+        before = tl.where(turned, tl.cast(matrices, tl.int64) * own_words * own_rows, 0)
+        to = before + tl.cast(line, tl.int64) * rows + row
+        tl.store(y_ptr + to, packed, mask=row < rows)
 
 
 # ---------------------------------------------------------------- launchers
@@ -263,18 +273,25 @@ def supports_transpose_weight_scales(scales: list[Tensor], block: int) -> str | 
 
 def transpose_weight_scales(scales: list[Tensor], block: int) -> list[tuple[Tensor, Tensor]]:
     check_transpose_weight_scales(scales, block)
-    return [(_packed(s, block), _packed(s.transpose(-1, -2), block)) for s in scales]
+    return [_packed(s, block) for s in scales]
 
 
-def _packed(s: Tensor, block: int) -> Tensor:
+def _packed(s: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Both tensors, parts of one allocation that one launch fills."""
     matrices, (lines, columns) = s if s.dim() == 3 else s[None], s.shape[-2:]
-    rows, words, width = lines * block, -(-columns // 4), 256
-    y = s.new_empty((len(matrices), words, rows), dtype=torch.int32)
-    tiles = len(matrices) * words * -(-rows // width)
+    width, tiles = 256, 0
+    sizes = [(-(-columns // 4), lines * block), (-(-lines // 4), columns * block)]
+    storage = s.new_empty(len(matrices) * sum(w * r for w, r in sizes), dtype=torch.int32)
+    for words, rows in sizes:
+        tiles += len(matrices) * words * -(-rows // width)
     if tiles:
         _pack_scales_kernel[_grid(tiles)](
-            matrices, y, lines, columns, tiles, *matrices.stride(), BLOCK=block, R=width,
-            num_warps=2,
+            matrices, storage, len(matrices), lines, columns, tiles, *matrices.stride(),
+            BLOCK=block, R=width, num_warps=2,
         )  # fmt: skip
-    y = y.transpose(-1, -2)
-    return y if s.dim() == 3 else y[0]
+    parts = storage.split([len(matrices) * w * r for w, r in sizes])
+    first, second = (
+        part.view(*s.shape[:-2], *size).transpose(-1, -2)
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    return first, second
