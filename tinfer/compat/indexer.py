@@ -170,10 +170,14 @@ def index_logits_blocks(
     valid = (blocks >= 0).repeat_interleave(block_size, 1) & (keys < visible[:, None])
     valid &= (seq >= 0)[:, None]
     out = torch.full(keys.shape, float("-inf"), device=q.device)
-    queries, table = _dequantize_queries(q, q_s), block_table.long()
-    for t, s in enumerate(seq.tolist()):
-        ids = keys[t, valid[t]]
-        if len(ids):
-            rows = _keys(ids, table[s], cache, layout, layout.page_size)
-            out[t, valid[t]] = _score(queries[t : t + 1], rows, weights[t : t + 1])[0]
+    if not out.numel():
+        return out
+    queries, ids = _dequantize_queries(q, q_s), torch.where(valid, keys, 0)
+    pages = block_table.long()[seq.clamp(min=0)[:, None], ids // layout.page_size]
+    slots = torch.where(valid, pages * layout.page_size + ids % layout.page_size, -1)
+    for start in range(0, len(q), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        products = queries[rows] @ load_kv(cache, layout, slots[rows]).float().transpose(1, 2)
+        scores = (torch.relu(products) * weights[rows, :, None]).sum(1)
+        out[rows] = scores.masked_fill(~valid[rows], float("-inf"))
     return out
