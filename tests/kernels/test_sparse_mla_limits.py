@@ -105,7 +105,7 @@ def test_sa18_every_row_is_computed(count: int, device: str) -> None:
 @pytest.mark.interpret
 def test_caches_unpacked_once_give_the_same_bits(device: str) -> None:
     """What the Hopper launcher does for a long prefill over small pools, seen by the portable."""
-    from tinfer.kernels._sparse_mla_plan import Source, unpacks
+    from tinfer.kernels._sparse_mla_plan import Source
     from tinfer.kernels.sparse_mla import _attend_portable
 
     arguments = packed(3, device)
@@ -113,10 +113,7 @@ def test_caches_unpacked_once_give_the_same_bits(device: str) -> None:
     names = ("cache", "layout", "slots", "lengths")
     given = [[arguments[f"{k}_{n}"] for n in names] for k in ("window", "compressed")]
     sources = [Source.of(*g) for g in given]
-    assert unpacks(sources, 3)
-    assert not unpacks(sources, 2)  # 48 + 48 rows
     unpacked = [s.unpacked(g[1]) for s, g in zip(sources, given, strict=True)]
-    assert not unpacks(unpacked, 3)
     results = tuple(torch.empty_like(x) for x in want)
     _attend_portable(arguments["q"], unpacked, arguments["sink"], arguments["scale"], results)
     for a, b in zip(results, want, strict=True):

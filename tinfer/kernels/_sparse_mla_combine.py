@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tinfer.kernels._jit import to_bf16
 from tinfer.kernels._sparse_mla_forward import LOG2E
@@ -18,8 +19,12 @@ from tinfer.kernels._sparse_mla_forward import LOG2E
 def _sparse_mla_combine_kernel(
     part_out, part_max, part_lse, sink, out, max_logit, lse, heads, splits,
     BLOCK_S: tl.constexpr, VALUE: tl.constexpr, BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program = one head of one token; part_* are [rows, splits, ...]."""
+    """One program = one head of one token; part_* are [rows, splits, ...]. EARLY: this kernel
+    may start before the one that writes the parts is done, and waits for it."""
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_V)

@@ -1,4 +1,4 @@
-"""Sparse attention for Hopper, warp-specialized: two warp groups multiply, one gathers.
+"""Sparse attention over bf16 rows for Hopper: two warp groups multiply, one gathers.
 
     s = q k^T;  m = max s;  p = exp2((s - m) * scale * log2 e);  o = (sum bf16(p) v) / sum p
 
@@ -226,7 +226,9 @@ def _consume_odd(
 
 
 _VARYING = ["items", "splits", "zero"] + [
-    f"{source}_{size}" for source in ("window", "compressed") for size in ("width", "rows")
+    f"{source}_{size}"
+    for source in ("window", "compressed")
+    for size in ("width", "rows", "slots_stride")
 ]
 
 
@@ -241,12 +243,10 @@ def _sparse_mla_hopper_kernel(
     items, zero,
     WINDOW: gl.constexpr, COMPRESSED: gl.constexpr,
     WINDOW_WIDTH: gl.constexpr, COMPRESSED_WIDTH: gl.constexpr, SCAN: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `_sparse_mla_kernel`'s; `items` tokens x head blocks x splits, `zero` 0."""
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    copied: gl.constexpr = 129 if WINDOW[0] == "bf16" else 1
     q_s = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], tile)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, HALF], tile)
     p_s = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, KEYS], tile)
@@ -254,7 +254,7 @@ def _sparse_mla_hopper_kernel(
     pairs_s = gl.allocate_shared_memory(gl.int32, [1], line)
     bars = gl.allocate_shared_memory(gl.int64, [9, 1], mbarrier.MBarrierLayout())
     for b in gl.static_range(2):
-        mbarrier.init(bars.index(FULL + b), count=copied)
+        mbarrier.init(bars.index(FULL + b), count=129)
         mbarrier.init(bars.index(EMPTY + b), count=2)
         mbarrier.init(bars.index(READY + b), count=1)
     mbarrier.init(bars.index(DONE), count=2)
@@ -280,5 +280,5 @@ def _sparse_mla_hopper_kernel(
             )),
         ],
         [4, 4],
-        [CONSUMER_REGISTERS, 504 - 2 * CONSUMER_REGISTERS],
+        [232, 40],
     )  # fmt: skip

@@ -16,7 +16,7 @@ from tinfer.kv_layout import KVLayout
 
 SLOT_LIMIT = 2**31 - 1  # slots are int32
 MAX_SPLITS = 32
-UNPACK_ROWS = 32  # cache rows a token up to which unpacking them all pays
+UNPACK_ROWS = 64  # cache rows a token up to which unpacking them all pays
 HOPPER_WIDTH = 2048  # lists up to this width share one compiled Hopper kernel
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
@@ -127,22 +127,19 @@ def splits_of(programs: int, blocks: int, processors: int) -> int:
     return int(triton.cdiv(blocks, triton.cdiv(blocks, wanted)))
 
 
-def unpacks(sources: list[Source], tokens: int) -> bool:
+def _unpacks(sources: list[Source], tokens: int) -> bool:
     """Whether to dequantize packed caches as a whole before attending.
 
-    It costs 0.5 ns a row of the caches (H200, `load_kv`), and bf16 rows save the Hopper kernel
-    70 ns a token at 640 keys: worth it while the caches are small beside the work.
+    It costs 0.8 ns a row of the caches (H200), and bf16 rows save 140 ns a token at 640 keys; the
+    limit keeps the rows as small as the queries.
     """
-    rows = sum(s.cache.shape[0] * s.key[3] for s in sources)
-    return all(s.packed for s in sources) and rows <= UNPACK_ROWS * tokens
+    return sum(s.cache.shape[0] * s.key[3] for s in sources) <= UNPACK_ROWS * tokens
 
 
-def takes_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> bool:
-    """Whether the warp-specialized kernel takes the call: rows of 512 channels, aligned, and
-    enough tokens for all processors (one block after another takes it longer)."""
+def _fits_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> bool:
+    """Whether the Hopper kernels can take the call: aligned rows of 512 channels, either all
+    bf16 or all packed, and no block of keys that straddles both lists."""
     if on.backend != "cuda" or on.arch != 90 or _TRITON < (3, 6):
-        return False
-    if q.shape[0] * triton.cdiv(q.shape[1], 64) < on.processors:
         return False
     if q.shape[2] != 512 or value_dim != 512 or q.shape[1] < 16:
         return False
@@ -152,3 +149,28 @@ def takes_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -
         return False
     grouped = all(not s.packed or s.key[1] in (16, 32) for s in sources)
     return grouped and all(s.copies_by_16_bytes() for s in sources)
+
+
+def form_of(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> str:
+    """The kernel for a call: "portable"; on Hopper "packed", "hopper" for bf16 rows and tokens
+    enough for all processors (one block after another takes it longer), or "unpack" before it."""
+    if not _fits_hopper(q, sources, value_dim, on):
+        return "portable"
+    fills = len(q) * triton.cdiv(q.shape[1], 64) >= on.processors
+    if not sources[0].packed:
+        return "hopper" if fills else "portable"
+    return "unpack" if fills and _unpacks(sources, len(q)) else "packed"
+
+
+def packed_split(tokens: int, heads: int, blocks: int, processors: int) -> tuple[int, int]:
+    """(heads a program takes, splits) of the packed kernel: splits first, then fewer heads.
+
+    H200, graph times: 16 tokens over 10 blocks take 16.6 us in 8 splits and 16.9 in 5; one token
+    9.2 us in programs of 8 heads, 9.5 of 16 and 10.3 of 32.
+    """
+    programs = tokens * int(triton.cdiv(heads, 64))
+    splits = min(max(processors // max(programs, 1), 1), blocks, MAX_SPLITS) if blocks > 2 else 1
+    each = 64
+    while each > 8 and 2 * tokens * triton.cdiv(heads, each) * splits <= processors:
+        each //= 2
+    return each, splits

@@ -9,11 +9,14 @@ their keys over several programs; the merge is exact and its order fixed, but th
 starts anew in each split, and the number of splits, hence the rounding of p, depends on the
 number of tokens. Lists of up to 128 keys are never split.
 
-`_sparse_mla_forward` runs everywhere; on Hopper `_sparse_mla_hopper` takes the release's rows of
-512 channels. The choice (`_sparse_mla_plan`) is a pure function of sizes, layouts and target.
+`_sparse_mla_forward` runs everywhere; on Hopper `_sparse_mla_packed` takes the release's packed
+rows of 512 channels and `_sparse_mla_hopper` many tokens over bf16 rows. The choice
+(`_sparse_mla_plan`) is a pure function of sizes, layouts and target.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -26,13 +29,13 @@ from tinfer.kernels._sparse_mla_forward import _sparse_mla_kernel
 from tinfer.kernels._sparse_mla_plan import (
     HOPPER_WIDTH,
     Source,
+    form_of,
     groups_of,
+    packed_split,
     portable_tile,
     pow2,
     splits_of,
     straddles,
-    takes_hopper,
-    unpacks,
 )
 from tinfer.kernels._target import target
 from tinfer.kv_layout import KVLayout
@@ -132,13 +135,13 @@ def sparse_mla(
     results = (out, max_logit, torch.empty_like(max_logit))
     if not len(q):
         return results
-    if takes_hopper(q, sources, value_dim, target(q.device)):
-        if unpacks(sources, len(q)):
-            layouts = (window_layout, compressed_layout)
-            sources = [s.unpacked(x) for s, x in zip(sources, layouts, strict=False) if x]
-        _attend_hopper(q, sources, sink, scale, results)
-    else:
-        _attend_portable(q, sources, sink, scale, results)
+    on = target(q.device)
+    form = form_of(q, sources, value_dim, on)
+    if form == "unpack":
+        layouts = (window_layout, compressed_layout)
+        sources = [s.unpacked(x) for s, x in zip(sources, layouts, strict=False) if x]
+    attend = {"portable": _attend_portable, "packed": _attend_packed}.get(form, _attend_hopper)
+    attend(q, sources, sink, scale, results)
     return results
 
 
@@ -153,6 +156,12 @@ def _parts(results: Results, splits: int) -> Results:
     return out, max_logit, torch.empty_like(max_logit)
 
 
+def _steps(tokens: int, programs: int) -> Iterator[slice]:
+    """The rows in steps of MAX_PROGRAMS programs, `programs` to a row."""
+    step = MAX_PROGRAMS // programs
+    return (slice(begin, begin + step) for begin in range(0, tokens, step))
+
+
 def _strides(parts: Results, splits: int) -> tuple[int, int, int]:
     """Of tokens, heads and splits. A single split's is 0, not the 1 of a channel, which would
     hide from the compiler that rows start where whole vectors can be stored."""
@@ -160,15 +169,15 @@ def _strides(parts: Results, splits: int) -> tuple[int, int, int]:
     return token, head, split if splits > 1 else 0
 
 
-def _combine(parts: Results, sink: Tensor | None, results: Results) -> None:
-    """Merge the parts, if there are several."""
+def _combine(parts: Results, sink: Tensor | None, results: Results, early: bool = False) -> None:
+    """Merge the parts, if there are several. `early`: the kernel before lets this one start."""
     if parts is results:
         return
     tokens, heads, splits, value_dim = parts[0].shape
     _sparse_mla_combine_kernel[(tokens * heads,)](
         *parts, sink, *results, heads, splits,
         BLOCK_S=triton.next_power_of_2(splits), VALUE=value_dim, BLOCK_V=pow2(value_dim),
-        num_warps=4,
+        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
@@ -179,14 +188,11 @@ def _attend_portable(
     tokens, heads, dim = q.shape
     value_dim = results[0].shape[2]
     on = target(q.device)
-    packed = any(s.packed for s in sources)
-    tile = portable_tile(heads, packed, on)
+    tile = portable_tile(heads, any(s.packed for s in sources), on)
     head_blocks = triton.cdiv(heads, tile.heads)
     splits = splits_of(tokens * head_blocks, groups_of(sources), on.processors)
     aligned = tile.keys == BLOCK and not straddles(sources)
-    step = MAX_PROGRAMS // (head_blocks * splits)
-    for begin in range(0, tokens, step):
-        rows = slice(begin, begin + step)
+    for rows in _steps(tokens, head_blocks * splits):
         part = (results[0][rows], results[1][rows], results[2][rows])
         parts = _parts(part, splits)
         window, second = sources[0].rows(rows), sources[-1].rows(rows)
@@ -204,6 +210,33 @@ def _attend_portable(
             ALIGNED=aligned, PTX=on.backend == "cuda", num_warps=tile.warps,
         )  # fmt: skip
         _combine(parts, sink, part)
+
+
+def _attend_packed(
+    q: Tensor, sources: list[Source], sink: Tensor | None, scale: float, results: Results
+) -> None:
+    """The same with the Hopper kernel for packed rows."""
+    from tinfer.kernels._sparse_mla_packed import _sparse_mla_packed_kernel
+
+    tokens, heads, _ = q.shape
+    on = target(q.device)
+    each, splits = packed_split(tokens, heads, groups_of(sources), on.processors)
+    head_blocks = triton.cdiv(heads, each)
+    for rows in _steps(tokens, head_blocks * splits):
+        part = (results[0][rows], results[1][rows], results[2][rows])
+        parts = _parts(part, splits)
+        window, second = sources[0].rows(rows), sources[-1].rows(rows)
+        _sparse_mla_packed_kernel[(len(part[0]) * head_blocks * splits,)](
+            q[rows], window.cache, window.slots, window.lengths,
+            second.cache, second.slots, second.lengths, sink if splits == 1 else None,
+            *parts, scale, heads, splits, *q.stride()[:2], *_strides(parts, splits),
+            *window.scalars(), *second.scalars(), 0,
+            WINDOW=window.key, COMPRESSED=second.key,
+            WINDOW_WIDTH=max(pow2(window.width), HOPPER_WIDTH),
+            COMPRESSED_WIDTH=max(pow2(second.width), HOPPER_WIDTH) if len(sources) > 1 else 0,
+            SCAN=splits == 1, HEADS_EACH=each, num_warps=8,
+        )  # fmt: skip
+        _combine(parts, sink, part, early=True)
 
 
 def _attend_hopper(
@@ -226,6 +259,6 @@ def _attend_hopper(
         WINDOW=window.key, COMPRESSED=second.key,
         WINDOW_WIDTH=max(pow2(window.width), HOPPER_WIDTH),
         COMPRESSED_WIDTH=max(pow2(second.width), HOPPER_WIDTH) if len(sources) > 1 else 0,
-        SCAN=splits == 1, CONSUMER_REGISTERS=208 if window.packed else 232, num_warps=4,
+        SCAN=splits == 1, num_warps=4,
     )  # fmt: skip
     _combine(parts, sink, results)
