@@ -34,6 +34,7 @@ class Plan:
     """How one call is computed: the format, the tiles' capacity, and what each kernel is given."""
 
     fmt: str
+    average: float  # rows an expert gets
     order: str  # of the activations' columns
     capacity: int
     sizes: tuple[int, ...]  # token columns of a tile's products: one, or (N0, N1, N2)
@@ -68,10 +69,10 @@ def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Ta
         sizes = (64, 64, 32) if average > 32 else (32, 32, 0)
         if average > 96 and not small:
             sizes = (64, 128, 0)
-        return Plan(fmt, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed, stages)
+        return Plan(fmt, average, fmt, max(sizes[0], sizes[1] + sizes[2]), sizes, packed, stages)
     tile = 8 if average <= 5 else 16 if average <= 12 else 64
     order = "eights" if fp4 else "natural"
-    return Plan(fmt, order, tile, (tile,), packed, stages)
+    return Plan(fmt, average, order, tile, (tile,), packed, stages)
 
 
 def supports_moe_experts(
@@ -135,7 +136,8 @@ def _up(
     if plan.many:
         kernel, columns, constants = _expert_up_many_kernel, 64, plan.shared()
     else:
-        kernel, columns, constants = _expert_up_kernel, 32, plan.streamed(dim, 4)
+        kernel, columns = _expert_up_kernel, 32
+        constants = plan.streamed(dim, 2 if plan.average > 2 else 3)
     items = count * (inner // columns)
     for first in range(0, items, MAX_PROGRAMS):
         kernel[(min(items - first, MAX_PROGRAMS),)](
@@ -152,7 +154,7 @@ def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tenso
     if plan.many:
         kernel, rows, constants = _expert_down_many_kernel, 128, plan.shared() | {"REP": 2}
     else:
-        kernel, rows = _expert_down_kernel, 32
+        kernel, rows = _expert_down_kernel, 32 if dim % 64 else 64
         constants = plan.streamed(inner, 3) | {"ROWS": rows}
     items = count * triton.cdiv(dim, rows)
     for first in range(0, items, MAX_PROGRAMS):
