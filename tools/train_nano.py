@@ -1,4 +1,5 @@
-"""Make the embedded checkpoint: `python tools/train_nano.py OUT [--budget SECONDS]`.
+"""Make the embedded checkpoint: `python tools/train_nano.py OUT [--budget SECONDS]`, then
+`python tools/train_nano.py OUT2 --start OUT/nano --rate 8e-4 --budget 80` for the longest texts.
 
 Trains the backbone with every rounding of the release in its forward pass, then the draft stages
 behind it, and writes a checkpoint in the release's format. One H200 takes some four minutes; on a
@@ -8,16 +9,20 @@ CPU it works too, with `--tokens` and `--steps` made small. The data is generate
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tinfer.checkpoint import open_checkpoint
 from tinfer.config import ModelConfig
 from tinfer.model.engram_hash import compressed_token_map
 from tools.nano import measure, quant, text
@@ -29,6 +34,7 @@ from tools.nano.model import Backbone
 from tools.nano.params import Parameters
 from tools.nano.rows import Pieces
 from tools.nano.steps import BackboneStep, DraftStep, Optimizer, rate_at
+from tools.nano.stored import restore
 
 # Up to this share of the training: (length, selected keys only) -> share of the steps.
 PHASES = [
@@ -45,6 +51,8 @@ PHASES = [
         },
     ),
 ]
+# With --start: what few of the steps above have seen.
+FURTHER = [(1.00, {(128, True): 0.3, (1024, True): 0.1, (2048, True): 0.2, (4096, True): 0.4})]
 
 
 class Clock:
@@ -73,7 +81,8 @@ def train_backbone(
         progress = max((clock.seconds() - begin) / seconds, step / args.steps if args.steps else 0)
         if progress >= 1:
             return step
-        phase = next(p for end, p in PHASES if progress < end)
+        phases = PHASES if args.start is None else FURTHER
+        phase = next(p for end, p in phases if progress < end)
         kinds = [k for k in phase if k[0] <= args.longest]
         kind = rng.choices(kinds, [phase[k] for k in kinds])[0]
         if kind not in ready:
@@ -129,12 +138,22 @@ def train_draft(
             clock.say(f"draft step {step} loss {unit.loss.item():.4f} sure {unit.sure.item():.4f}")
 
 
+def setting(start: Path | None) -> tuple[Tokenizer, dict[str, Any]]:
+    """Tokenizer and config.json, of the checkpoint to go on from or anew."""
+    if start is None:
+        tokenizer = text.make_tokenizer(VOCAB)
+        return tokenizer, config_dict(tokenizer)
+    tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
+    return tokenizer, json.loads((start / "config.json").read_text(encoding="utf-8"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds, all in all")
+    parser.add_argument("--start", type=Path, help="go on from this checkpoint, on long rows")
     parser.add_argument("--steps", type=int, help="stop each part after this many")
     parser.add_argument("--tokens", type=int, default=16384, help="in a step")
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -148,13 +167,15 @@ def main() -> None:
     steps_module.GRAPHS[0] = args.graphs
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    tokenizer = text.make_tokenizer(VOCAB)
-    raw = config_dict(tokenizer)
+    tokenizer, raw = setting(args.start)
     config = ModelConfig.from_dict(raw)
     pieces = Pieces.make(tokenizer, device)
-    backbone = Parameters(config, args.seed, draft=False).to(device)
+    backbone, drafting = (Parameters(config, args.seed, draft=d) for d in (False, True))
+    if args.start is not None:
+        restore(open_checkpoint(args.start, config), backbone, drafting)
+    backbone.to(device)
     model = Backbone(config, backbone, compressed_token_map(tokenizer))
-    draft = Draft(config, Parameters(config, args.seed, draft=True).to(device))
+    draft = Draft(config, drafting.to(device))
     clock.say(f"{len(pieces.ids)} pieces, {sum(p.numel() for p in backbone.parameters())} weights")
     left = args.budget - clock.seconds()
     steps = train_backbone(args, model, pieces, clock, 0.8 * left)

@@ -17,7 +17,8 @@ from tinfer.formats import Fp8Block32
 from tinfer.model.batch import Batch
 from tinfer.model.build import build_model
 from tinfer.model.engram_hash import compressed_token_map
-from tools.nano import index, mixes, params, quant, text
+from tinfer.runtime import NANO
+from tools.nano import index, mixes, params, quant, stored, text
 from tools.nano.config import VOCAB, config_dict
 from tools.nano.export import export
 from tools.nano.model import Backbone, Pass
@@ -202,3 +203,22 @@ def test_held_out_sums_are_not_taught() -> None:
     kept = {t.question for t in text.additions(True)}
     assert not taught & kept
     assert 0.15 < len(kept) / (len(kept) + len(taught)) < 0.25
+
+
+@torch.no_grad()
+def test_training_goes_on_from_what_a_checkpoint_stores() -> None:
+    """Rounding a restored weight again changes nothing, so the first step sees the file's model."""
+    config = ModelConfig.load(NANO)
+    checkpoint = open_checkpoint(NANO, config)
+    restored = params.Parameters(config, seed=3, draft=True)
+    stored.restore(checkpoint, restored)
+    restored.refresh()
+    assert len(restored.shapes) > 40
+    for name in restored.shapes:
+        want = stored.value(checkpoint, name)
+        assert torch.equal(restored.value(name), want), name
+        if name.endswith(("wq_a.weight", "wo_b.weight")):
+            assert torch.equal(restored[name].float(), want), name
+    w13, _ = restored.experts("mtp.0.ffn", config.dspark_n_routed_experts)
+    w1 = stored.value(checkpoint, "mtp.0.ffn.experts.2.w1.weight")
+    assert torch.equal(w13[2, : len(w1)].float(), w1)

@@ -35,11 +35,17 @@ def value(checkpoint: Checkpoint, name: str) -> Tensor:
     return kind(stored.view(torch.uint8), factor.view(torch.uint8)).dequantize(torch.float32)
 
 
+def restore(checkpoint: Checkpoint, *parts: Parameters) -> None:
+    """Set every parameter to what the file stores."""
+    with torch.no_grad():
+        for params in parts:
+            for name in params.shapes:
+                params.set(name, value(checkpoint, name))
+
+
 def load_backbone(loaded: Loaded, token_map: Tensor) -> Backbone:
     params = Parameters(loaded.config, 0, draft=False)
-    with torch.no_grad():
-        for name in params.shapes:
-            params.set(name, value(loaded.checkpoint, name))
+    restore(loaded.checkpoint, params)
     return Backbone(loaded.config, params.to(loaded.device), token_map)
 
 
