@@ -110,7 +110,8 @@ def _running_max(logits: Tensor) -> Tensor:
     keys = logits.shape[-1]
     padded = F.pad(logits, (0, -keys % BLOCK), value=float("-inf"))
     blocks = padded.unflatten(-1, (-1, BLOCK)).amax(-1).cummax(-1).values
-    return blocks.repeat_interleave(BLOCK, -1)[..., :keys]
+    running: Tensor = blocks.repeat_interleave(BLOCK, -1)[..., :keys]
+    return running
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -160,7 +161,8 @@ def sparse_mla(
         fp32; probabilities are rounded to bf16 before they multiply the values, while the
         denominator sums them unrounded; the result takes one rounding to bf16. What is rounded
         is relative to the running maximum: that of the key's block of 64 entries of the two
-        lists taken as one, and of all blocks before it. A slot that is negative or beyond its
+        lists taken as one, and of all blocks before it (a kernel that splits a list of more
+        than two blocks may let the maximum start anew in each split). A slot that is negative or beyond its
         cache is skipped: its memory is not used, not even when it holds NaN. A slot listed
         twice counts twice. There is no causal mask: the slots say what is visible. A row
         without keys gives zeros. sink +inf gives zeros, -inf is no sink.
