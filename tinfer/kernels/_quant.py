@@ -99,8 +99,9 @@ def divide(x, scale, inverse, FMT: tl.constexpr, SCALE: tl.constexpr):
         quotient = tl.div_rn(x, scale)
     else:
         product = x * inverse
-        # A zero remainder comes out as +0 and `-` means `0 -`: these signs keep -0.
-        quotient = tl.fma(tl.fma(product, scale, -x), -inverse, product)
+        # A zero remainder comes out as +0: these signs keep -0. Unlike `-`, which means `0 -`,
+        # a factor of -1 is free.
+        quotient = tl.fma(tl.fma(product, scale, x * -1.0), inverse * -1.0, product)
     return quotient
 
 

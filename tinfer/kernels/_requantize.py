@@ -12,7 +12,13 @@ import triton.language as tl
 
 from tinfer.kernels._block_casts import SLAB, encode_slab, magnitude_bits
 from tinfer.kernels._fp4_words import SIGNS, bytes_of, largest_magnitude, words_at
-from tinfer.kernels._jit import e2m1_decode, e4m3_decode, e4m3_encode, ue8m0_decode
+from tinfer.kernels._jit import (
+    e2m1_decode,
+    e4m3_decode,
+    e4m3_encode,
+    ue8m0_decode,
+    ue8m0_reciprocal,
+)
 from tinfer.kernels._quant import divide, group_scale
 from tinfer.kernels._weight_tiles import tile_of
 
@@ -82,10 +88,27 @@ def _slab(row, column, i, N, K):
 
 @triton.jit
 def _slab_scales(s_ptr, row, column, i, N, K):
-    """fp32 [4]: scales of the four 32x32 blocks of slab i; past the last slab, the last one's."""
+    """uint8 [4]: scales of the four 32x32 blocks of slab i; past the last slab, the last one's."""
     down, across = (N + 31) // 32, (K + 31) // 32
     line, block = tl.minimum(row // 32 + i, down - 1), column // 32 + tl.arange(0, _SIDE // 32)
-    return ue8m0_decode(tl.load(s_ptr + line * across + block, mask=block < across, other=0))
+    return tl.load(s_ptr + line * across + block, mask=block < across, other=0)
+
+
+@triton.jit
+def _within(x, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """x clamped; NaN passes."""
+    return tl.clamp(x, LEAST, MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _folded(scale, inverse, power):
+    """The tile's scale and its reciprocal over a block's: a code divided by these is divided once.
+
+    Where the block has a code other than zero, its scale is at most 2^18 times the tile's. Where
+    it is less than 2^-60 of the tile's, every code becomes zero, as it does by 2^60.
+    """
+    over = _within(scale * ue8m0_reciprocal(power), 2.0**-30, 2.0**60)
+    return over, _within(inverse * ue8m0_decode(power), 2.0**-60, 2.0**30)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -98,6 +121,7 @@ def _requantize_fp8_kernel(
     K,
     tiles,
     SCALE: tl.constexpr,
+    WHOLE: tl.constexpr,  # there are no partial tiles
     NATIVE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = _SIDE // 32
@@ -106,19 +130,22 @@ def _requantize_fp8_kernel(
         codes = ()
         for i in tl.static_range(_SIDE // SLAB):
             at, inside = _slab(row, column, i, N, K)
-            codes = codes + (tl.load(w_ptr + at, mask=inside, other=0),)  # noqa: RUF005
+            if WHOLE:
+                slab = tl.load(w_ptr + at)
+            else:
+                slab = tl.load(w_ptr + at, mask=inside, other=0)
+            codes = codes + (slab,)  # noqa: RUF005  (triton reads no starred tuple)
         top = tl.zeros([SLAB, BLOCKS], tl.int32)
         for i in tl.static_range(_SIDE // SLAB):
             magnitudes = tl.reshape((codes[i] & 0x7F).to(tl.int32), [SLAB, BLOCKS, 32])
             largest = e4m3_decode(tl.max(magnitudes, axis=2))
             power = _slab_scales(s_ptr, row, column, i, N, K)
-            top = tl.maximum(top, magnitude_bits(largest * power[None, :]))
+            top = tl.maximum(top, magnitude_bits(largest * ue8m0_decode(power)[None, :]))
         stored, scale, inverse = _tile_scale(top, SCALE)
         for i in tl.static_range(_SIDE // SLAB):
             at, inside = _slab(row, column, i, N, K)
             power = _slab_scales(s_ptr, row, column, i, N, K)
-            blocks = tl.reshape(e4m3_decode(codes[i], NATIVE), [SLAB, BLOCKS, 32])
-            value = tl.reshape(blocks * power[None, :, None], [SLAB, _SIDE])
-            out = encode_slab(value, scale, inverse, _SIDE, SCALE, NATIVE)
-            tl.store(q_ptr + at, out, mask=inside)
+            over, under = _folded(scale, inverse, power)
+            out = encode_slab(e4m3_decode(codes[i], NATIVE), over, under, 32, SCALE, NATIVE)
+            tl.store(q_ptr + at, out, mask=None if WHOLE else inside)
         tl.store(t_ptr + tile + tl.arange(0, 1), stored)

@@ -141,10 +141,6 @@ def _dequantize_fp4_tiles() -> tuple[int, int, int]:
     return 16, 256, 4
 
 
-def _requantize_warps(packed: bool) -> int:
-    return 4
-
-
 def _words(x: Tensor) -> Tensor:
     """Bytes as int32 words, copied where they are not contiguous and aligned."""
     x = x.contiguous()
@@ -245,7 +241,7 @@ def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
         _requantize_fp4_kernel[_grid(tiles)](
             _words(weight.weight), weight.scale.contiguous(), out.weight.view(torch.int32),
             out.scale, *out.weight.shape[-2:], tiles, W=2, SCALE=scale_fmt,
-            NATIVE=device.native_e4m3, PTX=device.ptx, num_warps=_requantize_warps(True),
+            NATIVE=device.native_e4m3, PTX=device.ptx, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -261,8 +257,9 @@ def requantize_fp8(weight: Fp8Block32, scale_fmt: str) -> Fp8Block128:
         tiles, device = out.scale.numel(), target(out.weight.device)
         _requantize_fp8_kernel[_grid(tiles)](
             weight.weight.contiguous(), weight.scale.contiguous(), out.weight, out.scale,
-            *out.weight.shape, tiles, SCALE=scale_fmt, NATIVE=device.native_e4m3,
-            num_warps=_requantize_warps(False),
+            *out.weight.shape, tiles, SCALE=scale_fmt,
+            WHOLE=not any(side % 128 for side in out.weight.shape),
+            NATIVE=device.native_e4m3, num_warps=4,
         )  # fmt: skip
     return out
 
