@@ -5,7 +5,7 @@
 
 Ranges of columns are summed apart, into one row of partial results per token and range:
 
-    partial fp32 [splits, T, W]: (2+C)*C dots, square sum of x, square sum of the collapse, zeros
+    partial fp32 [T, splits, W]: (2+C)*C dots, square sum of x, square sum of the collapse, zeros
 
 and a last kernel adds the ranges in fixed order and makes the mixes.
 
@@ -128,8 +128,8 @@ def _hc_partial_kernel(
     at = tl.arange(0, WIDTH)[None, :]
     dots = tl.where(at == MIXES, tl.sum(tl.sum(square, axis=2), axis=1)[:, None], dots)
     dots = tl.where(at == MIXES + 1, tl.sum(tl.sum(square_x, axis=2), axis=1)[:, None], dots)
-    row = split.to(tl.int64) * rows + token
-    tl.store(partial + row[:, None] * WIDTH + at, dots, mask=live[:, None])
+    to = partial + (token * splits + split)[:, None] * WIDTH + at
+    tl.store(to, dots, mask=live[:, None])
 
 
 # ---------------------------------------------------------------- many tokens
@@ -173,7 +173,7 @@ def _hc_dots_kernel(
         square += to_fp32(value) * to_fp32(value)
     at = tl.arange(0, WIDTH)[None, :]
     dots = tl.where(at == MIXES, tl.sum(square, axis=1)[:, None], dots)
-    to = partial + (split.to(tl.int64) * rows + token)[:, None] * WIDTH + at
+    to = partial + (token * splits + split)[:, None] * WIDTH + at
     tl.store(to, dots, mask=live[:, None])
 
 
@@ -188,35 +188,56 @@ def _norm_part(x, weight, column, width, rstd, HAS_WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _one(row, index, column):
-    """The element of row [W] at index, as a scalar."""
-    return tl.sum(tl.where(column == index, row, 0.0), axis=0)
+def _mix_tokens(
+    partial, sums, scale, base, pre, post, comb, first, rows, width, splits,
+    norm_eps, hc_eps, iters,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Adds the ranges of BLOCK tokens; their sums go through memory to one thread a token."""
+    token = tl.cast(first, tl.int64) + tl.arange(0, BLOCK)
+    split, column = tl.arange(0, BLOCK_S)[None, :, None], tl.arange(0, WIDTH)
+    at = partial + (token[:, None, None] * splits + split) * WIDTH + column[None, None, :]
+    inside = (token < rows)[:, None, None] & (split < splits)
+    total = tl.sum(tl.load(at, mask=inside, other=0.0), axis=1)  # [B, W]
+    live = token < rows
+    sums += token * WIDTH
+    tl.store(sums[:, None] + column[None, :], total, mask=live[:, None])
+    tl.debug_barrier()
+    square = tl.load(sums + MIXES, mask=live, other=0.0)
+    rstd = tl.rsqrt(square / (C * width) + norm_eps)
+    mixes = ()
+    for n in tl.static_range(MIXES):
+        mixes = mixes + (tl.load(sums + n, mask=live, other=0.0) * rstd,)
+    store_mixes(mixes, token, live, scale, base, pre, post, comb, hc_eps, iters, C, NATIVE)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _hc_finish_kernel(
-    partial, scale, base, weight, x, pre, post, comb, rows, width, splits, norm_eps, hc_eps, iters,
-    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr,
+    partial, sums, scale, base, weight, x, pre, post, comb, rows, width, splits,
+    norm_eps, hc_eps, iters,
+    C: tl.constexpr, MIXES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_S: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    MAIN: tl.constexpr, REST: tl.constexpr, NATIVE: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, NATIVE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One task makes a token's mixes; with NORM another normalizes its row of x in place."""
-    tasks = 2 if NORM else 1
-    for task in range(tl.program_id(0), rows * tasks, tl.num_programs(0)):
-        row = (task // tasks).to(tl.int64)
-        split, column = tl.arange(0, BLOCK_S), tl.arange(0, WIDTH)
-        at = partial + (split.to(tl.int64)[:, None] * rows + row) * WIDTH + column[None, :]
-        value = tl.sum(tl.load(at, mask=split[:, None] < splits, other=0.0), axis=0)  # [W]
-        if task % tasks == 0:
-            value *= tl.rsqrt(_one(value, MIXES, column) / (C * width) + norm_eps)
-            mixes = ()
-            for n in tl.static_range(MIXES):
-                mixes = mixes + (_one(value, n, column),)
-            store_mixes(
-                mixes, row, row < rows, scale, base, pre, post, comb, hc_eps, iters, C, NATIVE
-            )
+    """A task makes the mixes of BLOCK tokens; with NORM others normalize a row of x in place."""
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    mixing = tl.cdiv(rows, BLOCK)
+    tasks = mixing + rows if NORM else mixing
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        if task < mixing:
+            _mix_tokens(
+                partial, sums, scale, base, pre, post, comb, task * BLOCK, rows, width, splits,
+                norm_eps, hc_eps, iters, C, MIXES, WIDTH, BLOCK, BLOCK_S, NATIVE,
+            )  # fmt: skip
         else:
-            rstd = tl.rsqrt(_one(value, MIXES + 1, column) / width + norm_eps)
+            row = tl.cast(task - mixing, tl.int64)
+            split = tl.arange(0, BLOCK_S)
+            at = partial + (row * splits + split) * WIDTH + MIXES + 1
+            square = tl.sum(tl.load(at, mask=split < splits, other=0.0), axis=0)
+            rstd = tl.rsqrt(square / width + norm_eps)
             _norm_part(x + row * width, weight, tl.arange(0, MAIN), width, rstd, HAS_WEIGHT)
             if REST:
                 rest = MAIN + tl.arange(0, REST)

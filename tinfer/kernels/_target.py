@@ -40,6 +40,11 @@ class Target:
         return self.backend == "cuda"
 
     @property
+    def chains_launches(self) -> bool:
+        """A kernel may start before the one it depends on ends, and wait for it on the device."""
+        return self.backend == "cuda" and int(self.arch) >= 90
+
+    @property
     def warp_size(self) -> int:
         return 64 if self.backend == "hip" else 32
 
