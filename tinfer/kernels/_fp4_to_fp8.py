@@ -48,9 +48,15 @@ def _encoded_tables(power):
 
 
 @triton.jit
-def _by_blocks(x, BLOCKS: tl.constexpr):
-    """Maximum of int32 [UNITS, B] over the units and rows of each of BLOCKS blocks."""
-    return tl.max(tl.reshape(x, [BLOCKS, x.shape[0] // BLOCKS * x.shape[1]]), axis=1)
+def _tile_maximum(x, B: tl.constexpr):
+    """int32 [UNITS, B] -> [UNITS], the maximum over the tile that each unit lies in.
+
+    With tiles of 32 columns the units of a tile have the same values; of 128, there is one tile.
+    """
+    top = tl.max(x, axis=1)
+    if B > 32:
+        top = tl.zeros_like(top) + tl.max(top, axis=0)
+    return top
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -63,13 +69,12 @@ def _fp4_to_fp8_kernel(
     K,
     tiles,
     B: tl.constexpr,
-    C: tl.constexpr,  # columns a program
+    C: tl.constexpr,  # columns a program; one tile's where B is 128
     W: tl.constexpr,
     EXACT: tl.constexpr,
     PTX: tl.constexpr,
 ):
     UNITS: tl.constexpr = C // (8 * W)
-    BLOCKS: tl.constexpr = C // B
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         across = (K + C - 1) // C
         down = tile // across
@@ -82,11 +87,11 @@ def _fp4_to_fp8_kernel(
         exponent = tl.load(e_ptr + groups + unit // (4 // W), mask=inside, other=0).to(tl.int32)
         words = tl.load(words_at(w_ptr, units, W), mask=inside[:, :, None], other=0)
 
-        base = tl.maximum(_by_blocks(exponent, BLOCKS) - 6, 0)  # [BLOCKS]
-        spread = tl.broadcast_to(base[:, None], [BLOCKS, UNITS // BLOCKS * B])
-        k = exponent - tl.reshape(spread, [UNITS, B]) + 6  # at most 12
-        block = start * BLOCKS + tl.arange(0, BLOCKS)
-        tl.store(s_ptr + down * (K // B) + block, base.to(tl.uint8), mask=block * B < K)
+        base = tl.maximum(_tile_maximum(exponent, B) - 6, 0)  # [UNITS]
+        k = exponent - base[:, None] + 6  # at most 12
+        column = start * C + tl.arange(0, UNITS) * (8 * W)
+        s_at = down * (K // B) + column // B
+        tl.store(s_ptr + s_at, base.to(tl.uint8), mask=(column < K) & (column % B == 0))
         if EXACT:
             power = ((tl.maximum(k, -34) + 121) << 23).to(tl.float32, bitcast=True)
             low, high, low_rounded, high_rounded = _encoded_tables(power)
@@ -97,8 +102,8 @@ def _fp4_to_fp8_kernel(
         else:
             low, high = _shifted_tables(k)
             wrong = ((k < 0) | (exponent == 255)).to(tl.int32)
-        wrong = _by_blocks(tl.where(inside, wrong, 0), BLOCKS)
-        index = tl.min(tl.where(wrong != 0, down * (K // B) + block, NO_TILE), axis=0)
+        wrong = tl.max(tl.where(inside, wrong, 0), axis=1)
+        index = tl.min(tl.where(wrong != 0, s_at, NO_TILE), axis=0)
         if index < NO_TILE:
             tl.atomic_min(first_ptr, index)
         codes = bytes_of(words, low, high, tl.full([1, 1], SIGNS, tl.int32), PTX)

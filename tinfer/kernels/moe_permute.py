@@ -43,7 +43,7 @@ def _expert_of(ids, item, N, E):
     return tl.where((expert >= 0) & (expert < E), expert, E)
 
 
-@triton.jit(do_not_specialize=["N", "P", "blocks", "steps"])
+@triton.jit(do_not_specialize=["N", "blocks", "steps"])
 def _permute_count_kernel(
     ids,  # int32 [N]
     counts,  # int32 [blocks, BINS]
@@ -81,7 +81,7 @@ def _counted(counts, block, blocks, BINS: tl.constexpr, TILE: tl.constexpr):
     return tl.sum(total, axis=0), tl.sum(before, axis=0)
 
 
-@triton.jit(do_not_specialize=["N", "P", "blocks", "steps", "alignment"])
+@triton.jit(do_not_specialize=["N", "blocks", "steps"])
 def _permute_place_kernel(
     ids,  # int32 [N]
     counts,  # int32 [blocks, BINS]
@@ -95,7 +95,7 @@ def _permute_place_kernel(
     P,
     blocks,
     steps,
-    alignment,
+    ALIGNMENT: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
     ROWS: tl.constexpr,
@@ -114,7 +114,7 @@ def _permute_place_kernel(
         else:
             total, before = _counted(counts, block, blocks, BINS, TILE)
         total = tl.where(bins < E, total, 0)
-        padded = (total + alignment - 1) // alignment * alignment
+        padded = (total + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         start = tl.cumsum(padded, axis=0) - padded
         if block == 0:
             tl.store(expert_start + bins, start, mask=bins < E)
@@ -124,8 +124,11 @@ def _permute_place_kernel(
             tl.store(bases + block * BINS + bins, base)
             item = step * ROWS + lane
             expert = _expert_of(ids, item, N, E)
-            same = (expert[:, None] == expert[None, :]) & (lane[:, None] < lane[None, :])
-            rank = tl.sum(same.to(tl.int32), axis=0)
+            # How far a row's key is past an expert's first one: less than the other row's lane
+            # for the rows of that expert that come before it, as unsigned numbers.
+            past = (expert * ROWS + lane)[:, None] - (expert * ROWS)[None, :]
+            earlier = past.to(tl.uint32, bitcast=True) < lane.to(tl.uint32, bitcast=True)[None, :]
+            rank = tl.sum(earlier.to(tl.int32), axis=0)
             tl.debug_barrier()  # all threads' bases (and filling) come before all reads
             routed = expert < E
             at = tl.load(bases + block * BINS + expert, mask=routed, other=0)
@@ -192,7 +195,7 @@ def expert_permute(
         rows,
         blocks,
         steps,
-        alignment,
+        ALIGNMENT=alignment,
         K=topk,
         E=num_experts,
         ROWS=size,

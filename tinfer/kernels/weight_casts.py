@@ -128,7 +128,7 @@ def _tiles(shape: tuple[int, ...], rows: int, columns: int) -> int:
 
 def _fp4_tiles(block: int) -> tuple[int, int]:
     """(columns a program, warps)."""
-    return 128, 4
+    return (256, 4) if block == 32 else (128, 4)
 
 
 def _dequantize_tiles() -> tuple[int, int, int]:
