@@ -29,6 +29,12 @@ def fp4(g: Generator, *shape: int, spread: int = 6) -> Fp4Group32:
     return Fp4Group32(_bytes(g, *lead, n, k // 2), scale)
 
 
+def fp4_scaled(g: Generator, *shape: int, low: int, high: int) -> Fp4Group32:
+    """Random codes under every scale from low up to high, which is left out; 255 is NaN."""
+    *lead, n, k = shape
+    return Fp4Group32(_bytes(g, *lead, n, k // 2), _bytes(g, *lead, n, k // 32, low=low, high=high))
+
+
 def fp8(g: Generator, n: int, k: int, low: int = 110, high: int = 124) -> Fp8Block32:
     """Random finite codes, zeros among them, in 32x32 tiles."""
     code = _bytes(g, n, k)
@@ -73,12 +79,16 @@ def _lossless(block: int, *shape: int, spread: int = 6) -> Make:
     return lambda g: {"weight": fp4(g, *shape, spread=spread), "block": block}
 
 
+def _back(make: Callable[[Generator], Any], fmt: str = "fp32") -> Make:
+    return lambda g: {"weight": make(g), "scale_fmt": fmt}
+
+
 def _fp4_back(*shape: int, fmt: str = "fp32") -> Make:
-    return lambda g: {"weight": fp4(g, *shape), "scale_fmt": fmt}
+    return _back(lambda g: fp4(g, *shape), fmt)
 
 
 def _fp8_back(n: int, k: int, fmt: str = "fp32") -> Make:
-    return lambda g: {"weight": fp8(g, n, k), "scale_fmt": fmt}
+    return _back(lambda g: fp8(g, n, k), fmt)
 
 
 def _values(make: Callable[[Generator], Any], dtype: torch.dtype = torch.bfloat16) -> Make:
@@ -117,13 +127,23 @@ CASES = [
     Case("requantize_fp4", "partial", _fp4_back(3, 96, 160)),
     Case("requantize_fp4", "pow2", _fp4_back(1, 64, 128, fmt="fp32_pow2")),
     Case("requantize_fp4", "empty", _fp4_back(0, 64, 128)),
+    Case("requantize_fp4", "widest", _back(lambda g: fp4_scaled(g, 160, 256, low=0, high=253))),
+    Case("requantize_fp4", "least", _back(lambda g: fp4_scaled(g, 128, 128, low=0, high=9))),
+    Case("requantize_fp4", "nan", _back(lambda g: fp4_scaled(g, 128, 160, low=0, high=256))),
     Case("requantize_fp8", "square", _fp8_back(128, 256)),
     Case("requantize_fp8", "partial", _fp8_back(100, 150)),
     Case("requantize_fp8", "pow2", _fp8_back(130, 128, "fp32_pow2")),
+    Case("requantize_fp8", "widest", _back(lambda g: fp8(g, 256, 256, low=0, high=246))),
+    Case("requantize_fp8", "widest_pow2", _back(lambda g: fp8(g, 160, 128, 0, 246), "fp32_pow2")),
+    Case("requantize_fp8", "least", _back(lambda g: fp8(g, 128, 160, low=0, high=9))),
+    Case("requantize_fp8", "nan", _back(lambda g: fp8_edges(g, 256, 128))),
     Case("dequantize_weight", "fp8", _values(lambda g: fp8(g, 100, 150))),
     Case("dequantize_weight", "fp8_fp32", _values(lambda g: fp8(g, 33, 64), torch.float32)),
     Case("dequantize_weight", "fp8_edges", _values(lambda g: fp8_edges(g, 256, 256))),
     Case("dequantize_weight", "fp4", _values(lambda g: fp4(g, 3, 40, 96))),
+    Case(
+        "dequantize_weight", "fp4_edges", _values(lambda g: fp4_scaled(g, 40, 96, low=0, high=256))
+    ),
     Case("dequantize_weight", "fp4_fp32", _values(lambda g: fp4(g, 33, 64), torch.float32)),
     Case(
         "dequantize_weight", "fp8_128", _values(lambda g: requantize_fp8(fp8(g, 140, 200), "fp32"))
