@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from tests.data.golden.check_golden import Golden, OpCase
 from tests.kernels.parity import check_parity
 from tinfer import ops, registry
 from tinfer.formats import as_bytes
+from tinfer.kernels import _gemm_few
+from tinfer.kernels._gemm_decode import _add_parts_kernel
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
@@ -111,6 +115,61 @@ def test_same_bits_on_every_run(device: str, seed: int) -> None:
         with use_kernels("triton"):
             first, second = (ops.linear_fp8(**case.arguments(seed, device)) for _ in range(2))
         assert torch.equal(first, second)
+
+
+def _covered(tiles: _gemm_few.HopperTiles, count: int, steps: int) -> dict[int, list[int]]:
+    """Programs of each tile, in the order of K, as `_gemm_hopper` deals steps out."""
+    owners: dict[int, list[int]] = {}
+    for program in range(tiles.programs):
+        first = program * tiles.units
+        last = min(first + tiles.units, count * steps) - 1
+        for tile in range(first // steps, last // steps + 1):
+            owners.setdefault(tile, []).append(program)
+    return owners
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64])
+@pytest.mark.parametrize("coded", [True, False])
+def test_hopper_tiles_deal_out_every_step(tokens: int, coded: bool, seed: int) -> None:
+    """Every tile has its programs, each share a place of its own, and `sharers` is enough."""
+    draw = random.Random(seed)
+    sizes = [(32768, 1280), (5120, 8192), (25600, 6144), (4608, 5120), (64, 128), (65, 8192)]
+    sizes += [(draw.randrange(1, 9000), 128 * draw.randrange(1, 70)) for _ in range(50)]
+    for n, k in sizes:
+        tiles = _gemm_few.hopper_tiles(tokens, n, k, coded, 132)
+        count, steps = -(-n // tiles.rows), k // 128
+        owners = _covered(tiles, count, steps)
+        assert sorted(owners) == list(range(count))
+        assert (
+            sum(len(p) for p in owners.values())
+            >= tiles.programs
+            == len({p for programs in owners.values() for p in programs})
+        )
+        places = [tile + p for tile, programs in owners.items() for p in programs]
+        assert len(set(places)) == len(places)
+        assert max(places) < tiles.programs + count
+        most = max(len(programs) for programs in owners.values())
+        assert most == 1 if tiles.whole else most <= tiles.sharers(steps) <= 18
+
+
+@pytest.mark.interpret
+def test_shares_of_a_tile_add_up_in_the_order_of_k(device: str, seed: int) -> None:
+    rows, tokens, steps, units, n = 64, 16, 10, 4, 150
+    count, programs = -(-n // rows), -(-3 * steps // units)
+    tiles = _gemm_few.HopperTiles(rows, tokens, 4, 4, units, programs, False)
+    generator = torch.Generator(device).manual_seed(seed)
+    parts = torch.randn(count + programs, tokens // 8, rows, 8, generator=generator, device=device)
+    want = torch.zeros(tokens, count * rows, device=device)
+    for tile, owners in _covered(tiles, count, steps).items():
+        for program in owners:
+            share = parts[tile + program].transpose(1, 2).reshape(tokens, rows)
+            want[:, tile * rows : (tile + 1) * rows] += share
+    out = torch.full((13, n), float("nan"), dtype=torch.bfloat16, device=device)
+    _add_parts_kernel[(count * tokens // 8,)](
+        parts, out, 13, n, steps, units, ROWS=rows, TOKENS=tokens, MOST=tiles.sharers(steps),
+        EARLY=False,        num_warps=2,
+    )  # fmt: skip
+    assert torch.equal(out, want[:13, :n].to(torch.bfloat16))
 
 
 @pytest.mark.gpu

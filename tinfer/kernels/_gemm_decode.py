@@ -4,12 +4,15 @@ out[t, g, n] = sum_k x[t, g, k] * weight[g * N + n, k], fp32 accumulation, one r
 (e4m3 with 32x32 ue8m0 tiles, or bf16) goes from memory straight into tensor-core fragments; fp8
 activations are decoded the same way by every program, so there is nothing to do beforehand.
 The warps of a program split K and add up at the end in a fixed order: no atomics, no workspace.
+
+`_add_parts_kernel` adds what the programs of `_gemm_hopper` leave, in the order of K.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tinfer.kernels._gemm_stream import streamed, warp_lanes
 from tinfer.kernels._gemm_tile import lane_index, token_index
@@ -105,3 +108,34 @@ def _few_tokens_kernel(
     if out.dtype.element_ty == tl.bfloat16:
         total = to_bf16(total)
     tl.store(out + at, total, mask=(n < N) & (tok < T))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _add_parts_kernel(
+    parts,  # fp32 [tiles + programs, TOKENS/8, ROWS, 8]; program p's share of tile i is p + i
+    out,  # bf16 [T, N]
+    T,
+    N,
+    steps,  # of a tile
+    units,  # steps of a program
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MOST: tl.constexpr,  # programs that share a tile
+    EARLY: tl.constexpr,
+):
+    """Eight tokens of a tile. EARLY: this kernel may start before the one that writes the parts is
+    done, and waits for it."""
+    if EARLY:
+        gdc_wait()
+    tile, eight = tl.program_id(0) // (TOKENS // 8), tl.program_id(0) % (TOKENS // 8)
+    row, token = tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    program = tile * steps // units
+    last = (tile * steps + steps - 1) // units
+    parts += (program + tile).to(tl.int64) * (ROWS * TOKENS) + eight * (ROWS * 8)
+    at = row * 8 + token
+    total = tl.load(parts + at)
+    for i in tl.static_range(1, MOST):
+        shared = at * 0 + (program + i) <= last
+        total += tl.load(parts + i * (ROWS * TOKENS) + at, mask=shared, other=0.0)
+    n, t = tile * ROWS + row, eight * 8 + token
+    tl.store(out + t.to(tl.int64) * N + n, to_bf16(total), mask=(n < N) & (t < T))

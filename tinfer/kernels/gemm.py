@@ -1,6 +1,6 @@
 """Launchers of the projections: which kernel takes which sizes.
 
-Few tokens: `_gemm_decode`, the weight read once in its stored form. Many tokens: `_gemm_prefill`,
+Few tokens: `_gemm_few`, the weight read once in its stored form. Many tokens: `_gemm_prefill`,
 operands dequantized to bf16 once, then one large product. fp32 operands: three bf16 terms each.
 
 Source: kernels G1 to G9 of the contracts.
@@ -23,7 +23,7 @@ from tinfer.compat.gemm import (
 )
 from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
-from tinfer.kernels._gemm_decode import _few_tokens_kernel
+from tinfer.kernels._gemm_few import aligned, few_tokens, is_packed, takes_few
 from tinfer.kernels._gemm_prefill import (
     ORDERS,
     _dequantize_fp4_kernel,
@@ -35,74 +35,7 @@ from tinfer.kernels._gemm_prefill import (
 )
 from tinfer.kernels._target import Target, target
 
-FEW_TOKENS = 64
-COLUMNS = {torch.uint8: 16, torch.bfloat16: 8}  # of one 16-byte piece
 Tiles = dict[str, Any]
-
-
-def is_packed(device: Target) -> bool:
-    """Whether pairs of bf16 multiply in one instruction of inline assembly."""
-    return device.backend == "cuda"
-
-
-def _aligned(x: Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes (the launch checks the first)."""
-    return all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-
-
-# ---------------------------------------------------------------- few tokens
-def _few_tokens_tiles(tokens: int, k: int, fmt: torch.dtype) -> Tiles:
-    """32 weight rows a program, W warps splitting K, STAGES steps in flight.
-
-    H200, cold, us at (N, K) = (32768, 1280) and (5120, 8192): 16 tokens, W=4: 28.9 and 33.9
-    (W=8: 45.4 and 37.6); 64 tokens, W=2: 59.2 and 94.9, W=4: 71.1 and 80.6.
-    """
-    tile = max(8, triton.next_power_of_2(tokens))
-    most = 2 if tile > 32 and k <= 2048 else 4
-    block, warps = 4 * COLUMNS[fmt], 1
-    while warps < most and 2 * warps * block <= k:
-        warps *= 2
-    stages = 3 if tile > 32 and warps == 4 else 4
-    return {"ROWS": 32, "W": warps, "TOKENS": tile, "STAGES": stages}
-
-
-def _few_tokens(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, out: Tensor) -> None:
-    """x [T, G, K], w [G*N, K] -> out [T, G, N], T <= FEW_TOKENS."""
-    tokens, groups, k = x.shape
-    n = w.shape[0] // groups
-    tiles = _few_tokens_tiles(tokens, k, w.dtype)
-    block = 4 * COLUMNS[w.dtype]
-    programs = triton.cdiv(n, tiles["ROWS"]) * groups
-    _few_tokens_kernel[(programs,)](
-        x,
-        x if x_s is None else x_s,
-        w,
-        w if w_s is None else w_s,
-        out,
-        tokens,
-        n,
-        k,
-        groups,
-        x.stride(0) * x.element_size() // 4,
-        x.stride(1) * x.element_size() // 4,
-        0 if x_s is None else x_s.stride(0),
-        w.stride(0) * w.element_size() // 4,
-        0 if w_s is None else w_s.stride(0),
-        1,
-        FMT="bf16" if w_s is None else "e4m3",
-        CODED=x_s is not None,
-        EVEN=n % tiles["ROWS"] == 0 and k % (block * tiles["W"]) == 0,
-        SHARED_SCALE=n % GROUP == 0 or groups == 1,
-        KWIDTH=4,
-        PACKED=is_packed(target(x.device)),
-        num_warps=tiles["W"],
-        **tiles,
-    )
-
-
-def _takes_few(x: Tensor, w: Tensor) -> bool:
-    whole = x.shape[-1] % COLUMNS[w.dtype] == 0 and _aligned(x) and _aligned(w)
-    return x.shape[0] <= FEW_TOKENS and whole and x.shape[-1] > 0
 
 
 # ---------------------------------------------------------------- many tokens
@@ -139,18 +72,24 @@ def dequantize(q: Tensor, s: Tensor, tall: int, order: str = "natural") -> Tenso
     return out
 
 
-def _matmul_tiles(tokens: int, n: int, k: int, device: Target) -> Tiles:
-    """Blocks, warps and stages of the bf16 product, and whether descriptors load its tiles."""
+def _matmul_tiles(tokens: int, n: int, groups: int, device: Target) -> Tiles:
+    """Blocks, warps and stages of the bf16 product, and whether descriptors load its tiles.
+
+    H200, 4096 tokens, cold, us: gate (384, 5120) with tiles of 128x128 39.7, of 64x128 61.6: one
+    round of larger tiles beats two of smaller ones.
+    """
     tiles: Tiles = {"BM": 128, "BN": 128, "BK": 64, "BAND": 8, "num_warps": 8, "num_stages": 3}
     if device.backend == "interpret":
         return tiles | {"BM": 32, "BN": 32, "BK": 32}
     if device.shared_kib < 128:  # 99 or 64 KiB
         return tiles | {"BK": 32, "num_stages": 2 if device.backend == "hip" else 3}
     if device.backend == "cuda" and int(device.arch) >= 90:
-        if triton.cdiv(tokens, 128) * triton.cdiv(n, 256) >= device.processors:
+        count = triton.cdiv(tokens, 128) * groups
+        if count * triton.cdiv(n, 256) >= device.processors:
             return tiles | {"BN": 256, "num_stages": 4}
-        if triton.cdiv(tokens, 128) * triton.cdiv(n, 128) < device.processors:
+        if 2 * count * triton.cdiv(n, 128) < device.processors:
             return tiles | {"BM": 64, "num_warps": 4, "num_stages": 4}
+        return tiles | {"num_stages": 5}
     return tiles
 
 
@@ -158,7 +97,7 @@ def _matmul(x: Tensor, w: Tensor, out: Tensor, groups: int) -> None:
     """x bf16 [T, G*K], w bf16 [G*N, K] -> out [T, G*N]."""
     tokens, n, k = x.shape[0], w.shape[0] // groups, w.shape[1]
     device = target(x.device)
-    tiles = _matmul_tiles(tokens, n, k, device)
+    tiles = _matmul_tiles(tokens, n, groups, device)
     bm, bn = tiles["BM"], tiles["BN"]
     count = triton.cdiv(tokens, bm) * triton.cdiv(n, bn) * groups
     sizes = (tokens, n, k, groups, x.stride(0), w.stride(0))
@@ -179,8 +118,8 @@ def _takes_descriptors(
     if device.backend == "hip" or (device.backend == "cuda" and int(device.arch) < 90):
         return False
     n, k = w.shape[0] // groups, w.shape[1]
-    whole = (groups == 1 or (n % bn == 0 and k % 64 == 0)) and _aligned(x) and _aligned(w)
-    return whole and _aligned(out.view(out.shape[0], -1))
+    whole = (groups == 1 or (n % bn == 0 and k % 64 == 0)) and aligned(x) and aligned(w)
+    return whole and aligned(out.view(out.shape[0], -1))
 
 
 def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -204,8 +143,8 @@ def linear_fp8(
     out = torch.empty(q.shape[0], weight.shape[0], dtype=out_dtype, device=q.device)
     if not out.numel() or not q.shape[1]:
         return out.zero_()
-    if _takes_few(q, weight):
-        _few_tokens(q[:, None], s, weight, scale, out[:, None])
+    if takes_few(q, weight):
+        few_tokens(q[:, None], s, weight, scale, out[:, None])
     else:
         _matmul(dequantize(q, s, 1), dequantize(weight, scale, GROUP), out, 1)
     return out
@@ -251,8 +190,8 @@ def linear_bf16(x: Tensor, weight: Tensor) -> Tensor:
 def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     if not out.numel() or not x.shape[1]:
         out.zero_()
-    elif _takes_few(x, weight):
-        _few_tokens(x[:, None], None, weight, None, out[:, None])
+    elif takes_few(x, weight):
+        few_tokens(x[:, None], None, weight, None, out[:, None])
     else:
         _matmul(x, weight, out, 1)
 
@@ -272,8 +211,8 @@ def linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     out = torch.empty(tokens, groups, rows, dtype=torch.bfloat16, device=x.device)
     if not out.numel() or not k:
         return out.zero_()
-    if _takes_few(x, weight):
-        _few_tokens(x, None, weight, scale, out)
+    if takes_few(x, weight):
+        few_tokens(x, None, weight, scale, out)
         return out
     if scale is not None:
         weight = dequantize(weight, scale, GROUP)

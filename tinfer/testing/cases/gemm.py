@@ -160,6 +160,12 @@ _SMALL_FP8: list[tuple[str, Callable[..., Arguments], tuple[int, int, int]]] = [
     ("7x64x128_strided", _fp8_strided, (7, 64, 128)),
     ("9x64x256_special", _fp8_special, (9, 64, 256)),
     ("70x64x128_special", _fp8_special, (70, 64, 128)),
+    # Whole steps of 128 columns, tiles that several programs share, ragged rows.
+    ("2x65x128", _fp8, (2, 65, 128)),
+    ("17x200x384", _fp8, (17, 200, 384)),
+    ("33x129x1024", _fp8, (33, 129, 1024)),
+    ("64x40x2048_special", _fp8_special, (64, 40, 2048)),
+    ("11x70x256_strided", _fp8_strided, (11, 70, 256)),
 ]
 _PEERS = {
     (16, 5120, 5120): Anchor("sglang w8a8_block_fp8_matmul, 128-blocks", 21.8),
@@ -219,6 +225,8 @@ def _other_cases() -> list[Case]:
         ("linear_grouped", "0x2x32x64", partial(_grouped, t=0, groups=2, n=32, k=64)),
         ("linear_grouped", "66x2x40x96", partial(_grouped, t=66, groups=2, n=40, k=96)),
         ("linear_grouped", "9x4x16x64", partial(_grouped, t=9, groups=4, n=16, k=64)),
+        ("linear_grouped", "7x2x64x384", partial(_grouped, t=7, groups=2, n=64, k=384)),
+        ("linear_grouped", "33x3x64x128", partial(_grouped, t=33, groups=3, n=64, k=128)),
         (
             "linear_grouped",
             "7x2x48x64_bf16",

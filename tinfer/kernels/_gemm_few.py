@@ -1,0 +1,196 @@
+"""Launchers of products of few tokens, bound by reading the weight once.
+
+On Hopper, aligned e4m3 weights go through `_gemm_hopper`; everything else, and every other device,
+through `_gemm_decode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tinfer.formats import GROUP
+from tinfer.kernels._gemm_decode import _add_parts_kernel, _few_tokens_kernel
+from tinfer.kernels._target import Target, target
+
+FEW_TOKENS = 64
+COLUMNS = {torch.uint8: 16, torch.bfloat16: 8}  # of one 16-byte piece
+Tiles = dict[str, Any]
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
+_STEP = 128  # columns of a step of `_gemm_hopper`
+
+
+def is_packed(device: Target) -> bool:
+    """Whether pairs of bf16 multiply in one instruction of inline assembly."""
+    return device.backend == "cuda"
+
+
+def aligned(x: Tensor, unit: int = 16) -> bool:
+    """Whether every row is a multiple of `unit` bytes long (the launch checks the first)."""
+    return all(s * x.element_size() % unit == 0 for s in x.stride()[:-1])
+
+
+def takes_few(x: Tensor, w: Tensor) -> bool:
+    whole = x.shape[-1] % COLUMNS[w.dtype] == 0 and aligned(x) and aligned(w)
+    return x.shape[0] <= FEW_TOKENS and whole and x.shape[-1] > 0
+
+
+def few_tokens(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, out: Tensor) -> None:
+    """x [T, G, K], w [G*N, K] -> out [T, G, N], T <= FEW_TOKENS."""
+    if w_s is not None and takes_hopper(x, x_s, w, w_s, out, target(x.device)):
+        _few_on_hopper(x, x_s, w, w_s, out)
+    else:
+        _few_anywhere(x, x_s, w, w_s, out)
+
+
+# ---------------------------------------------------------------- any device
+def few_tiles(tokens: int, n: int, k: int, fmt: torch.dtype, processors: int) -> Tiles:
+    """ROWS weight rows a program, W warps splitting K, STAGES steps in flight.
+
+    H200, cold, us at e4m3 (N, K) = (32768, 1280) and (5120, 8192): 16 tokens, W=4: 28.9 and 33.9
+    (W=8: 45.4 and 37.6); 64 tokens, W=2: 59.2 and 94.9, W=4: 71.1 and 80.6. bf16 (384, 5120), 16
+    tokens: 8 rows, W=8 11.9 (32 rows, W=4: 17.7): few rows need every processor they can get.
+    """
+    tile = max(8, triton.next_power_of_2(tokens))
+    narrow = fmt == torch.bfloat16 and 2 * triton.cdiv(n, 32) < processors
+    most = 8 if narrow else 2 if tile > 32 and k <= 2048 else 4
+    block, warps = 4 * COLUMNS[fmt], 1
+    while warps < most and 2 * warps * block <= k:
+        warps *= 2
+    stages = 3 if tile > 32 and warps >= 4 else 4
+    return {"ROWS": 8 if narrow else 32, "W": warps, "TOKENS": tile, "STAGES": stages}
+
+
+def _few_anywhere(
+    x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, out: Tensor
+) -> None:
+    tokens, groups, k = x.shape
+    n = w.shape[0] // groups
+    device = target(x.device)
+    tiles = few_tiles(tokens, n, k, w.dtype, device.processors)
+    block = 4 * COLUMNS[w.dtype]
+    programs = triton.cdiv(n, tiles["ROWS"]) * groups
+    _few_tokens_kernel[(programs,)](
+        x,
+        x if x_s is None else x_s,
+        w,
+        w if w_s is None else w_s,
+        out,
+        tokens,
+        n,
+        k,
+        groups,
+        x.stride(0) * x.element_size() // 4,
+        x.stride(1) * x.element_size() // 4,
+        0 if x_s is None else x_s.stride(0),
+        w.stride(0) * w.element_size() // 4,
+        0 if w_s is None else w_s.stride(0),
+        1,
+        FMT="bf16" if w_s is None else "e4m3",
+        CODED=x_s is not None,
+        EVEN=n % tiles["ROWS"] == 0 and k % (block * tiles["W"]) == 0,
+        SHARED_SCALE=n % GROUP == 0 or groups == 1,
+        KWIDTH=4,
+        PACKED=is_packed(device),
+        num_warps=tiles["W"],
+        **tiles,
+    )
+
+
+# ---------------------------------------------------------------- Hopper
+@dataclass(frozen=True)
+class HopperTiles:
+    """`units`: steps of 128 columns a program takes, all of a tile's if `whole`."""
+
+    rows: int
+    tokens: int
+    stages: int
+    warps: int
+    units: int
+    programs: int
+    whole: bool
+
+    def sharers(self, steps: int) -> int:
+        """At most so many programs share a tile of `steps`."""
+        return (steps - 2) // self.units + 2
+
+
+def hopper_tiles(tokens: int, n: int, k: int, coded: bool, processors: int) -> HopperTiles:
+    """Tiles of 64 rows, or of 128 where many tokens share the scales of a step and there is enough
+    of them. A tile a program where that keeps the device busy; otherwise all processors get the
+    same number of steps, `resident` programs each; up to 17 share a tile.
+
+    H200, cold, us: (25600, 6144), 64 tokens: 128 rows in equal shares 66.1, a tile a program 68.8,
+    64 rows 88.0; (4608, 5120): 128 rows 23.2, 64 rows 19.6. bf16 (8 x 1024, 4096), 16 tokens in a
+    graph: 4 a processor, 3 stages 13.0, 3 and 4 15.2.
+    """
+    tile, steps = max(8, triton.next_power_of_2(tokens)), k // _STEP
+    tall = coded and tile > 32 and triton.cdiv(n, 128) >= processors
+    rows, stages = (128 if tall else 64), (3 if tile > 32 or not coded else 4)
+    resident = 2 if tall else 4 if tile <= 16 and not coded else 3
+    tiles, slots = triton.cdiv(n, rows), resident * processors
+    whole = tiles >= 2 * processors if tile <= 32 else 0.9 * slots <= tiles <= slots
+    fair = max(triton.cdiv(tiles * steps, slots), triton.cdiv(steps, 16))
+    units = steps if whole else min(steps, fair)
+    programs = triton.cdiv(tiles * steps, units)
+    return HopperTiles(rows, tile, stages, 4, units, programs, units == steps)
+
+
+def takes_hopper(
+    x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor, out: Tensor, device: Target
+) -> bool:
+    """Whether `_gemm_hopper` takes the call: K in whole steps, rows of whole copies."""
+    if device.backend != "cuda" or device.arch != 90 or _TRITON < (3, 6):
+        return False
+    if out.dtype != torch.bfloat16 or x.shape[2] % _STEP:
+        return False
+    if any(v.storage_offset() * v.element_size() % 16 for v in (x, w)):
+        return False
+    if x_s is None:
+        return w.shape[0] // x.shape[1] % 64 == 0 and _at_words(w_s)
+    return _at_words(x_s) and _at_words(w_s)
+
+
+def _at_words(scale: Tensor) -> bool:
+    return scale.storage_offset() % 4 == 0 and aligned(scale, 4)
+
+
+def _few_on_hopper(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor, out: Tensor) -> None:
+    tokens, groups, k = x.shape
+    n = w.shape[0]
+    device = target(x.device)
+    tiles = hopper_tiles(tokens, n, k, x_s is not None, device.processors)
+    parts, count = out, triton.cdiv(n, tiles.rows)
+    if not tiles.whole:
+        slots = tiles.programs + count
+        parts = torch.empty(slots * tiles.rows * tiles.tokens, dtype=torch.float32, device=x.device)
+    options = {"ROWS": tiles.rows, "TOKENS": tiles.tokens}
+    more = {"STAGES": tiles.stages, "WHOLE": tiles.whole, "WARPS": tiles.warps}
+    grid = (tiles.programs,)
+    if x_s is not None:
+        from tinfer.kernels._gemm_hopper import _linear_hopper_kernel
+
+        strides = (x.stride(0), x_s.stride(0), w.stride(0), w_s.stride(0))
+        _linear_hopper_kernel[grid](
+            x, x_s, w, w_s, out, parts, tokens, n, k, *strides, tiles.units,
+            **options, **more, num_warps=tiles.warps,
+        )  # fmt: skip
+    else:
+        from tinfer.kernels._gemm_hopper_bf16 import _grouped_hopper_kernel
+
+        strides = (x.stride(0), w.stride(0), w_s.stride(0))
+        _grouped_hopper_kernel[grid](
+            x, w, w_s, out, parts, tokens, n, k, n // groups, *strides, tiles.units,
+            **options, **more, num_warps=tiles.warps,
+        )  # fmt: skip
+    if not tiles.whole:
+        steps = k // _STEP
+        _add_parts_kernel[(count * tiles.tokens // 8,)](
+            parts, out, tokens, n, steps, tiles.units, MOST=tiles.sharers(steps),
+            EARLY=device.chains_launches, **options, num_warps=2,
+            **({"launch_pdl": True} if device.chains_launches else {}),
+        )  # fmt: skip
