@@ -8,7 +8,7 @@ while the tensor cores compute a block's logits the next block is decoded into t
 and the one after it is being loaded into registers. The running maximum advances in blocks of 64
 entries; lists whose blocks would straddle both go to `_sparse_mla_kernel`.
 
-Few tokens leave processors idle: then a program takes HEADS_EACH of the 64 heads that a product
+Few tokens leave processors idle: then a program takes `heads_each` of the 64 heads that a product
 has room for, which shortens what it loads and writes, and the same rows are decoded by several.
 """
 
@@ -149,7 +149,7 @@ def _write(
         gl.store(out + line * out_stride_h + column, value, mask=line < end_head)
 
 
-_VARYING = ["splits", "zero"] + [
+_VARYING = ["splits", "heads_each", "zero"] + [
     f"{source}_{size}"
     for source in ("window", "compressed")
     for size in ("width", "rows", "slots_stride")
@@ -163,10 +163,10 @@ def _sparse_mla_packed_kernel(
     out, max_logit, lse,
     scale, heads, splits, q_stride_t, q_stride_h, out_stride_t, out_stride_h, out_stride_s,
     window_width, window_rows, window_page_stride, window_slots_stride,
-    compressed_width, compressed_rows, compressed_page_stride, compressed_slots_stride, zero,
+    compressed_width, compressed_rows, compressed_page_stride, compressed_slots_stride,
+    heads_each, zero,
     WINDOW: gl.constexpr, COMPRESSED: gl.constexpr,
     WINDOW_WIDTH: gl.constexpr, COMPRESSED_WIDTH: gl.constexpr, SCAN: gl.constexpr,
-    HEADS_EACH: gl.constexpr,
 ):  # fmt: skip
     """Arguments as `_sparse_mla_kernel`'s; one program = token x heads x split."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -179,11 +179,11 @@ def _sparse_mla_packed_kernel(
     p_s = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, KEYS], TILE)
 
     gdc_launch_dependents()  # the merge of splits may take its place; it waits for the results
-    head_blocks = gl.cdiv(heads, HEADS_EACH)
+    head_blocks = gl.cdiv(heads, heads_each)
     split = gl.program_id(0) % splits
     token = (gl.program_id(0) // splits // head_blocks).to(gl.int64)
-    first_head = gl.program_id(0) // splits % head_blocks * HEADS_EACH
-    end_head = gl.minimum(heads, first_head + HEADS_EACH)
+    first_head = gl.program_id(0) // splits % head_blocks * heads_each
+    end_head = gl.minimum(heads, first_head + heads_each)
     head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))[:, None]
     column = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     q_at = q + token * q_stride_t + head * q_stride_h + column

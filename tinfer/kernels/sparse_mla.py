@@ -230,11 +230,11 @@ def _attend_packed(
             q[rows], window.cache, window.slots, window.lengths,
             second.cache, second.slots, second.lengths, sink if splits == 1 else None,
             *parts, scale, heads, splits, *q.stride()[:2], *_strides(parts, splits),
-            *window.scalars(), *second.scalars(), 0,
+            *window.scalars(), *second.scalars(), each, 0,
             WINDOW=window.key, COMPRESSED=second.key,
             WINDOW_WIDTH=max(pow2(window.width), HOPPER_WIDTH),
             COMPRESSED_WIDTH=max(pow2(second.width), HOPPER_WIDTH) if len(sources) > 1 else 0,
-            SCAN=splits == 1, HEADS_EACH=each, num_warps=8,
+            SCAN=splits == 1, num_warps=8,
         )  # fmt: skip
         _combine(parts, sink, part, early=True)
 
