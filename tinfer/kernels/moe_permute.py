@@ -106,8 +106,9 @@ def _permute_place_kernel(
 ):
     bins, lane = tl.arange(0, BINS), tl.arange(0, ROWS)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        expert = _expert_of(ids, block * steps * ROWS + lane, N, E)
         if ALONE:
-            total = tl.histogram(_expert_of(ids, lane, N, E), BINS)
+            total = tl.histogram(expert, BINS)
             before = tl.zeros([BINS], tl.int32)
             for first in range(0, P, FILL):
                 _fill(pos_to_token, pos_to_slot, first, P, FILL)
@@ -120,10 +121,8 @@ def _permute_place_kernel(
             tl.store(expert_start + bins, start, mask=bins < E)
             tl.store(expert_end + bins, start + total, mask=bins < E)
         base = start + before
-        for step in range(block * steps, block * steps + steps):
+        for step in range(steps):
             tl.store(bases + block * BINS + bins, base)
-            item = step * ROWS + lane
-            expert = _expert_of(ids, item, N, E)
             # How far a row's key is past an expert's first one: less than the other row's lane
             # for the rows of that expert that come before it, as unsigned numbers.
             past = (expert * ROWS + lane)[:, None] - (expert * ROWS)[None, :]
@@ -133,12 +132,15 @@ def _permute_place_kernel(
             routed = expert < E
             at = tl.load(bases + block * BINS + expert, mask=routed, other=0)
             pos = tl.where(routed, at + rank, -1)
+            item = (block * steps + step) * ROWS + lane
             tl.store(token_to_pos + item, pos, mask=item < N)
             tl.store(pos_to_token + pos, item // K, mask=routed)
             tl.store(pos_to_slot + pos, item % K, mask=routed)
             if not ALONE:
-                tl.debug_barrier()  # and all reads before the next step's bases
-                base += tl.histogram(expert, BINS)
+                if step + 1 < steps:
+                    tl.debug_barrier()  # and all reads before the next step's bases
+                    base += tl.histogram(expert, BINS)
+                    expert = _expert_of(ids, item + ROWS, N, E)
 
 
 def supports_expert_permute(ids: Tensor, num_experts: int, alignment: int) -> str | None:
