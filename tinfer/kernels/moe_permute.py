@@ -136,7 +136,7 @@ def _permute_place_kernel(
             tl.store(token_to_pos + item, pos, mask=item < N)
             tl.store(pos_to_token + pos, item // K, mask=routed)
             tl.store(pos_to_slot + pos, item % K, mask=routed)
-            if not ALONE:
+            if not ALONE:  # noqa: SIM102  (decided at compile time)
                 if step + 1 < steps:
                     tl.debug_barrier()  # and all reads before the next step's bases
                     base += tl.histogram(expert, BINS)
