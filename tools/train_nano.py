@@ -52,7 +52,7 @@ PHASES = [
     ),
 ]
 # With --start: what few of the steps above have seen.
-FURTHER = [(1.00, {(128, True): 0.3, (1024, True): 0.1, (2048, True): 0.2, (4096, True): 0.4})]
+FURTHER = [(1.00, {(128, True): 0.2, (1024, True): 0.1, (2048, True): 0.2, (4096, True): 0.5})]
 
 
 class Clock:
@@ -73,10 +73,10 @@ class Clock:
 def train_backbone(
     args: argparse.Namespace, model: Backbone, pieces: Pieces, clock: Clock, seconds: float
 ) -> int:
+    rng, begin, step = Random(args.seed), clock.seconds(), 0
     optimizer = Optimizer(model.params, args.rate)
     clock.say("optimizer ready")
     ready: dict[tuple[int, bool], BackboneStep] = {}
-    rng, begin, step = Random(args.seed), clock.seconds(), 0
     while True:
         progress = max((clock.seconds() - begin) / seconds, step / args.steps if args.steps else 0)
         if progress >= 1:
@@ -117,11 +117,11 @@ def train_draft(
     clock: Clock,
     seconds: float,
 ) -> int:
+    begin, step = clock.seconds(), 0
     optimizer = Optimizer(draft.params, args.rate)
     rows, length, n = max(args.tokens // 256, 1), 128, model.config.dspark_block_size
     unit = DraftStep(model, draft, optimizer, rows, length, 16)
     clock.say("recorded the draft's step")
-    begin, step = clock.seconds(), 0
     while True:
         progress = max((clock.seconds() - begin) / seconds, step / args.steps if args.steps else 0)
         if progress >= 1:
@@ -180,7 +180,11 @@ def main() -> None:
     left = args.budget - clock.seconds()
     steps = train_backbone(args, model, pieces, clock, 0.8 * left)
     clock.say(f"backbone: {steps} steps")
+    left = args.budget - clock.seconds()
+    steps = train_draft(args, model, draft, pieces, clock, max(left - 5, 1))
+    clock.say(f"draft: {steps} steps")
     export(args.out / "nano", raw, tokenizer, backbone, draft.params)
+    clock.say("exported")
     lengths = [n for n in (128, 512, 1024, 2048, 4096) if n <= args.longest]
     for name, share in measure.accuracies(model, tokenizer, pieces, lengths, 32).items():
         clock.say(f"{name}: {share:.3f}")
@@ -188,11 +192,6 @@ def main() -> None:
     for name, share in measure.accuracies(model, tokenizer, pieces, lengths[:3], 32).items():
         clock.say(f"without rounding, {name}: {share:.3f}")
     quant.use_rounding(True)
-    left = args.budget - clock.seconds()
-    steps = train_draft(args, model, draft, pieces, clock, max(left - 5, 1))
-    clock.say(f"draft: {steps} steps")
-    export(args.out / "nano", raw, tokenizer, backbone, draft.params)
-    clock.say("exported")
     clock.say(f"tokens a step with drafts: {measure.accepted(model, draft, pieces):.2f}")
 
 

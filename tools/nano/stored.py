@@ -60,8 +60,11 @@ def teacher_forced(model: Backbone, tokenizer: Tokenizer, asked: Sequence[Questi
     device = model.params.tiles.device
     right, start = 0.0, 0
     while start < len(rows):
-        count = max(TOKENS[device.type] // len(rows[min(start + 15, len(rows) - 1)][0]), 1)
-        part = rows[start : start + count]
+        part = [
+            row
+            for count, row in enumerate(rows[start:], 1)
+            if count == 1 or count * len(row[0]) <= TOKENS[device.type]
+        ]
         # Whole groups of tokens and a last target; fused attention wants multiples of 8 keys.
         width = -(-(len(part[-1][0]) - 1) // 16) * 16 + 1
         ids = torch.full((len(part), width), model.config.pad_token_id)
