@@ -205,6 +205,13 @@ def supports_linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> 
 
 
 def linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """The inverse rotation of the attention output, which comes before, is not fused in.
+
+    It changes 64 of 512 channels in place: 14 us beside 380 us of product at 4096 tokens, 2 us
+    beside 13 us at 16 (H200, in a graph). In the product every column tile of a group would
+    rotate again, and tiles could not go from memory straight to the tensor cores. The place that
+    would save the pass is the end of the attention kernel, where the output is in registers.
+    """
     check_linear_grouped(x, weight, scale)
     tokens, groups, k = x.shape
     rows = weight.shape[0] // groups
