@@ -1,6 +1,7 @@
 """Compare sampler kernels with the reference on the CPU over many (logits, parameters) pairs.
 
     python -m tests.kernels.sampling_pairs [--device cuda] [--pairs 10000] [--seed N]
+                                          [--columns 4096]
 
 Logits are drawn on the CPU and copied; the reference runs there. A pair is one row: its masses,
 status and token are compared bit for bit.
@@ -35,9 +36,11 @@ class Outcome:
     first: str = ""
 
 
-def _batches(pairs: int, seed: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _batches(pairs: int, seed: int, only: int | None) -> Iterator[tuple[str, dict[str, Tensor]]]:
     g = torch.Generator().manual_seed(seed)
     for columns, rows, share in SHAPES:
+        if only not in (None, columns):
+            continue
         for batch in range(max(1, round(pairs * share / rows))):
             kind = KINDS[(seed + batch) % len(KINDS)]
             dtype = torch.bfloat16 if batch % 5 == 4 else torch.float32
@@ -65,10 +68,10 @@ def _differing(mine: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> Tensor:
     return wrong
 
 
-def compare_pairs(device: str, pairs: int, seed: int) -> Outcome:
-    """Run at least `pairs` rows through reference and kernels."""
+def compare_pairs(device: str, pairs: int, seed: int, only: int | None = None) -> Outcome:
+    """Run `pairs` rows or more, or those with `only` so many columns, through both."""
     outcome, g = Outcome(), torch.Generator().manual_seed(seed + 1)
-    for name, arguments in _batches(pairs, seed):
+    for name, arguments in _batches(pairs, seed, only):
         rows = len(arguments["logits"])
         positions = torch.randint(0, 2**33, (rows,), generator=g)
         keys = {"seeds": random_bits(g, rows), "positions": positions}
@@ -93,8 +96,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=20261129)
+    parser.add_argument("--columns", type=int, choices=[s[0] for s in SHAPES], help="only these")
     args = parser.parse_args()
-    outcome = compare_pairs(args.device, args.pairs, args.seed)
+    outcome = compare_pairs(args.device, args.pairs, args.seed, args.columns)
     counts = Counter({o: registry.OPS[o].calls["triton"] for o in ("sample", "token_masses")})
     sys.stdout.write(f"{outcome} kernel calls {dict(counts)}\n")
     sys.exit(outcome.different > 0)

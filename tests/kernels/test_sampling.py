@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.kernels.capture import check_capture
@@ -16,7 +18,8 @@ from tests.kernels.parity import check_parity
 from tests.kernels.sampling_pairs import compare_pairs
 from tinfer import ops
 from tinfer.compat import masses
-from tinfer.kernels import sampling
+from tinfer.kernels import _sample_cut, _sample_row, sampling
+from tinfer.kernels._sample_slices import BEGIN, END
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
@@ -176,6 +179,40 @@ def test_masses_do_not_depend_on_the_split(
             assert torch.equal(ops.token_masses(logits, **p)[0], want), tiles
 
 
+@triton.jit
+def _wrong_slices(record, token, first, is_estimate, SLICES: tl.constexpr, BLOCK: tl.constexpr):
+    """`store_slices` of an estimate that missed the token's slice by the whole row."""
+    at_end = token // BLOCK < SLICES // 2
+    tl.store(record + BEGIN, tl.where(at_end, SLICES - 1, 0))
+    tl.store(record + END, tl.where(at_end, SLICES, 1))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("wrong", [False, True])
+def test_uncertain_rows_are_drawn_exactly(
+    wrong: bool, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No estimate is trusted, and then not even with about where the token is."""
+    if device != "cpu":
+        pytest.skip("patches what compiled kernels hold as constants")
+    monkeypatch.setattr(_sample_row, "SLACK", tl.constexpr(1e12))
+    monkeypatch.setattr(_sample_cut, "CLOSE_SLACK", tl.constexpr(1e12))
+    if wrong:
+        monkeypatch.setattr(_sample_row, "store_slices", _wrong_slices)
+        monkeypatch.setattr(_sample_cut, "store_slices", _wrong_slices)
+    monkeypatch.setattr(sampling, "_sample_tiles", lambda *_: (16, 1, 8, 1))
+    g = torch.Generator(device).manual_seed(seed)
+    logits = logits_of("normal", g, 12, 150)
+    logits[:4, 40] = 9.0
+    p = row_parameters(device, 12)
+    p["top_p"][6:] = 0.97
+    p["min_p"][[5, 11]] = 1e-4
+    at = torch.arange(12, device=device)
+    want = ops.sample.ref(logits, **p, seeds=at, positions=at)[0]
+    with use_kernels("triton"):
+        assert torch.equal(ops.sample(logits, **p, seeds=at, positions=at)[0], want)
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_seed_fixes_the_token_whatever_the_batch(impl: str, seed: int, device: str) -> None:
     """SM-01: alone, first and last in a batch of other requests."""
@@ -290,6 +327,36 @@ def test_chi_square_of_a_million_draws() -> None:
     chi = float(((counts - expected) ** 2 / expected).sum())
     assert chi < 27.88  # 9 degrees of freedom, 0.999
     assert int(counts.sum()) == draws
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [(1.0, 0, 1.0, 0.0), (1.0, 0, 0.95, 0.0), (0.8, 300, 0.9, 0.01)])
+def test_chi_square_of_a_million_draws_by_the_kernel(
+    values: tuple[float, ...], seed: int, device: str
+) -> None:
+    g = torch.Generator(device).manual_seed(seed)
+    row = torch.randn(1, 1000, generator=g, device=device) * 2
+    mass = ops.token_masses.ref(row, **parameters(1, row.device, *values))[0][0].cpu()
+    rows, batches = 1 << 15, 1 << 5
+    counts = torch.zeros(1000, dtype=torch.int64)
+    for batch in range(batches):
+        logits, p = row.expand(rows, -1).contiguous(), parameters(rows, row.device, *values)
+        with use_kernels("triton"):
+            tokens, _ = tokens_of(logits, p, seed, [*range(batch * rows, (batch + 1) * rows)])
+        counts += torch.tensor(tokens).bincount(minlength=1000)
+    assert not counts[mass == 0].any()
+    # Tokens by expected count, grouped into cells of at least 100.
+    order = mass.argsort(descending=True)
+    expected = mass[order].double() * (rows * batches / 2**31)
+    cell = (expected.cumsum(0) / 100).floor().long()
+    e = torch.zeros(int(cell[-1]) + 1).double().index_add_(0, cell, expected)
+    o = torch.zeros_like(e).index_add_(0, cell, counts[order].double())
+    filled = e > 50
+    freedom = int(filled.sum()) - 1
+    chi = float(((o - e)[filled] ** 2 / e[filled]).sum())
+    # Wilson and Hilferty: the cube root of chi / freedom is normal; 4 standard deviations.
+    spread = (2 / (9 * freedom)) ** 0.5
+    assert abs((chi / freedom) ** (1 / 3) - (1 - spread**2)) < 4 * spread
 
 
 @pytest.mark.interpret

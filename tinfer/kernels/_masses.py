@@ -45,7 +45,7 @@ def octaves_q24(x, top, slope):
 
     `top` is the row's maximum. Below y = -31 the weight is 0 before -32 is reached.
     """
-    y = tl.maximum((x - top) * slope, -31.5)  # also where y is NaN
+    y = tl.maximum((x - top) * slope, -32.0)  # also where y is NaN
     return tl.floor(y * 16777216.0).to(tl.int32)
 
 
@@ -59,9 +59,9 @@ def weight_of(q):
     acc = _horner(acc, r, 0x0E35981A)
     acc = _horner(acc, r, 0x3D7F7986)
     acc = _horner(acc, r, 0xB1721816)
-    half = tl.umulhi(acc, r >> 1) + 0x80000000
-    shift = (-(q >> 24)).to(tl.uint32, bitcast=True) & 31
-    return tl.where(q > DEAD, half >> shift, 0)
+    one_to_two = tl.umulhi(acc, r).to(tl.uint64) | (1 << 32)
+    shift = (1 - (q >> 24)).to(tl.uint32, bitcast=True)
+    return (one_to_two >> shift.to(tl.uint64)).to(tl.uint32)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""The kernel that closes the records of sampled rows: the cut and the kept weights' sum.
+"""The kernel that closes the records of rows with a cut: the cut and the kept weights' sum.
 
-A row without a cut only needs its slices' sums added up. Else the candidates that `_sample_scan`
-collected are ranked (`_sample_search`). Then the row is drawn from: exactly where all kept
-candidates are collected, which they are where they are few, else by its estimates.
+The candidates that `_sample_scan` collected are ranked (`_sample_search`). Then the row is drawn
+from: exactly where all kept candidates are collected, which they are where they are few, else by
+its estimates.
 """
 
 from __future__ import annotations
@@ -10,11 +10,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._masses import INFINITY, first_word, slope_of, wants_cut
-from tinfer.kernels._sample_row import CLOSE_SLACK, NO_ID, draw_by_estimate
-from tinfer.kernels._sample_scan import IN_BIN, MISSED, kept_sums, load_place
-from tinfer.kernels._sample_search import MEMBERS, bin_keys, bisect, draw_member, key_of, rank
-from tinfer.kernels._sample_slices import CUT_ID, DRAWN, MASS, MODE, ROW_FIRST, SAMPLED
+from tinfer.kernels._masses import INFINITY, first_word, slope_of, top_k_limit, wants_cut
+from tinfer.kernels._sample_row import CLOSE_SLACK, draw_by_estimate, store_slices
+from tinfer.kernels._sample_search import bin_keys, bisect, draw_member, key_of, rank
+from tinfer.kernels._sample_slices import (
+    COUNT_BEFORE,
+    CUT_ID,
+    DRAWN,
+    FEW,
+    HIGHEST,
+    IN_BIN,
+    LOWEST,
+    MASS,
+    MEMBER_COUNT,
+    MEMBERS,
+    MISSED,
+    MODE,
+    NO_ID,
+    ROW_FIRST,
+    SAMPLED,
+    THRESHOLD,
+    WEIGHT_BEFORE,
+    WHERE,
+)
 
 
 @triton.jit
@@ -99,15 +117,13 @@ def _sample_cut_kernel(
     positions,  # int64 [B]
     tokens,  # int64 [B]
     part32,  # int32 [B, 3, SLICES]
-    part64,  # int64 [B, 3, SLICES]
-    fine_weight,  # int64 [B, FINE]
-    fine_count,  # int32 [B, FINE]
-    ranges,  # int32 [B, 3]
-    counters,  # int32 [B]
+    counters,  # int32 [B, 2]
+    place32,  # int32 [B, 5]
     member_x,  # fp32 [B, MEMBERS]
     member_id,  # int32 [B, MEMBERS]
     estimates,  # fp32 [B, SLICES]
-    record32,  # int32 [B, 4]
+    place64,  # int64 [B, 2]
+    record32,  # int32 [B, 6]
     record_x,  # fp32 [B, 2]
     kept_total,  # int64 [B]
     stride,
@@ -119,27 +135,34 @@ def _sample_cut_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
-        kept, count, limit, threshold = kept_sums(
-            part32, part64, row, top_k, top_p, V, SLICES, PADDED
+    k = tl.load(top_k + row)
+    is_cut = wants_cut(k, tl.load(top_p + row), V)
+    if is_cut & (tl.load(record32 + row * 6 + MODE) == SAMPLED):
+        source, top = logits + row * stride, tl.load(record_x + row * 2)
+        slope = slope_of(tl.load(temperature + row))
+        where, few = tl.load(place32 + row * 5 + WHERE), tl.load(place32 + row * 5 + FEW) > 0
+        n = tl.load(counters + row * 2 + MEMBER_COUNT)
+        members = member_x + row * MEMBERS, member_id + row * MEMBERS, n
+        cut, cut_id, kept = _find_cut(
+            source,
+            V,
+            where,
+            tl.load(place32 + row * 5 + HIGHEST),
+            tl.load(place32 + row * 5 + LOWEST),
+            members,
+            top,
+            slope,
+            tl.load(place64 + row * 2 + WEIGHT_BEFORE),
+            tl.load(place32 + row * 5 + COUNT_BEFORE),
+            tl.load(kept_total + row),
+            top_k_limit(k, V),
+            tl.load(place64 + row * 2 + THRESHOLD),
+            BLOCK,
         )
-        cut, cut_id = tl.full([], -INFINITY, tl.float32), tl.full([], NO_ID, tl.int32)
-        if wants_cut(tl.load(top_k + row), tl.load(top_p + row), V):
-            source, top = logits + row * stride, tl.load(record_x + row * 2)
-            slope = slope_of(tl.load(temperature + row))
-            where, highest, lowest, weight_before, count_before, few = load_place(
-                part32, part64, fine_weight, fine_count, ranges, row, kept, count, limit,
-                threshold, SLICES, PADDED,
-            )  # fmt: skip
-            n = tl.load(counters + row)
-            members = member_x + row * MEMBERS, member_id + row * MEMBERS, n
-            cut, cut_id, kept = _find_cut(
-                source, V, where, highest, lowest, members, top, slope, weight_before,
-                count_before, kept, limit, threshold, BLOCK,
-            )  # fmt: skip
-            if DRAWS & (where != MISSED) & (n <= MEMBERS):
+        if DRAWS:  # noqa: SIM102  one is known when compiling
+            if (where != MISSED) & (n <= MEMBERS):
+                first = tl.load(record32 + row * 6 + ROW_FIRST)
                 word = first_word(tl.load(seeds + row), tl.load(positions + row), PURPOSE)
-                first = tl.load(record32 + row * 4 + ROW_FIRST)
                 token, sure = tl.full([], 0, tl.int32), few
                 if few:
                     token = draw_member(
@@ -148,14 +171,16 @@ def _sample_cut_kernel(
                 else:
                     token, sure = _draw_around_cut(
                         source, V, members, estimates + row * SLICES,
-                        part32 + (row * 3 + MASS) * SLICES, kept, first, top, slope, cut, cut_id,
-                        word, SLICES, PADDED, BLOCK,
+                        part32 + (row * 3 + MASS) * SLICES, kept, first, top, slope, cut,
+                        cut_id, word, SLICES, PADDED, BLOCK,
                     )  # fmt: skip
                     # Without a cut, min-p may drop what the estimates hold.
-                    sure = sure & ((where == IN_BIN) | (tl.load(min_p + row) <= 0))
+                    holds = (where == IN_BIN) | (tl.load(min_p + row) <= 0)
+                    store_slices(record32 + row * 6, token, first, holds, SLICES, BLOCK)
+                    sure = sure & holds
                 if sure:
                     tl.store(tokens + row, token.to(tl.int64))
-                    tl.store(record32 + row * 4 + MODE, DRAWN)
-        tl.store(record32 + row * 4 + CUT_ID, cut_id)
+                    tl.store(record32 + row * 6 + MODE, DRAWN)
+        tl.store(record32 + row * 6 + CUT_ID, cut_id)
         tl.store(record_x + row * 2 + 1, cut)
         tl.store(kept_total + row, kept)

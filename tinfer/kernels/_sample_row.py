@@ -35,11 +35,14 @@ from tinfer.kernels._masses import (
     wants_cut,
 )
 from tinfer.kernels._sample_slices import (
+    BEGIN,
     DRAWN,
+    END,
     ENDED,
     FINE,
     GREEDY,
     MODE,
+    NO_ID,
     ROW_FIRST,
     SAMPLED,
     SHIFT,
@@ -51,7 +54,6 @@ from tinfer.kernels._sample_slices import (
 
 SLACK = tl.constexpr(32768.0)  # of 2^31
 CLOSE_SLACK = tl.constexpr(8192.0)
-NO_ID = tl.constexpr(2**31 - 1)
 BINS = tl.constexpr(256)  # of an eighth of an octave: 31 octaves, all that have a weight
 RUN = tl.constexpr(32)  # neighbours of a sample
 NEAR = tl.constexpr(1.5)
@@ -89,6 +91,19 @@ def draw_by_estimate(
     late = tl.where(token < first, to_here, 0).to(tl.float32) + slack
     early = tl.where(token > first, from_here, 0).to(tl.float32) + slack
     return token, (at - target > late) & (target - previous > early) & (token < V)
+
+
+@triton.jit
+def store_slices(record, token, first, is_estimate, SLICES: tl.constexpr, BLOCK: tl.constexpr):
+    """Store which slices' floors decide the draw: BEGIN to END.
+
+    Around the estimated token, and from there to the end of the row that the first candidate,
+    which gets what the floors lose, is not at.
+    """
+    slice_, home = token // BLOCK, first // BLOCK
+    before, after = is_estimate & (slice_ + 1 < home), is_estimate & (slice_ - 1 > home)
+    tl.store(record + BEGIN, tl.where(after, slice_ - 1, 0))
+    tl.store(record + END, tl.where(before, slice_ + 2, SLICES))
 
 
 @triton.jit
@@ -147,7 +162,7 @@ def _sample_row_kernel(
     maxima,  # fp32 [B, SLICES]
     estimates,  # fp32 [B, SLICES]
     ranges,  # int32 [B, 3]
-    record32,  # int32 [B, 4]
+    record32,  # int32 [B, 6]
     record_x,  # fp32 [B, 2]
     stride,
     V,
@@ -178,6 +193,8 @@ def _sample_row_kernel(
     status = tl.where(top == INFINITY, NOT_FINITE, status)
     mode = tl.where(status != OK, ENDED, tl.where(t < GREEDY_BELOW, GREEDY, SAMPLED))
     token = tl.where(mode == GREEDY, first, 0)
+    tl.store(record32 + row * 6 + BEGIN, 0)
+    tl.store(record32 + row * 6 + END, SLICES)
     if mode == SAMPLED:
         slope = slope_of(t)
         part = part * tl.exp2((tops - top) * slope)
@@ -195,12 +212,13 @@ def _sample_row_kernel(
                 SLACK, BLOCK,
             )  # fmt: skip
             sure = sure & (floor <= 0)
+            store_slices(record32 + row * 6, found, first, floor <= 0, SLICES, BLOCK)
             token = tl.where(sure, found, token)
             mode = tl.where(sure, DRAWN, mode)
     if DRAWS:
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(statuses + row, status)
-    tl.store(record32 + row * 4 + STATUS, status)
-    tl.store(record32 + row * 4 + ROW_FIRST, first)
-    tl.store(record32 + row * 4 + MODE, mode)
+    tl.store(record32 + row * 6 + STATUS, status)
+    tl.store(record32 + row * 6 + ROW_FIRST, first)
+    tl.store(record32 + row * 6 + MODE, mode)
     tl.store(record_x + row * 2, top)

@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._masses import INFINITY, divide, octaves_q24, reciprocal, weight_q31
-from tinfer.kernels._sample_row import NO_ID
-from tinfer.kernels._sample_slices import load_tile
+from tinfer.kernels._sample_slices import MEMBERS, NO_ID, load_tile
 
-MEMBERS = tl.constexpr(128)  # candidates of one fine bin that are ranked pairwise
 STEP = tl.constexpr(32)  # candidates compared with all collected ones at a time
 
 

@@ -21,17 +21,7 @@ import triton
 import triton.language as tl
 
 from tinfer.kernels._jit import to_fp32
-from tinfer.kernels._masses import (
-    INFINITY,
-    NO_LIMIT,
-    lane_sum,
-    min_p_threshold,
-    octaves_q24,
-    slope_of,
-    top_k_limit,
-    wants_cut,
-    weight_of,
-)
+from tinfer.kernels._masses import INFINITY, slope_of
 
 FINE = tl.constexpr(512)  # bins of the range around the cut
 LOWEST = tl.constexpr(-(2.0**127))
@@ -39,11 +29,19 @@ LOWEST = tl.constexpr(-(2.0**127))
 COUNT, ABOVE_COUNT, MASS = (tl.constexpr(i) for i in range(3))
 TOTAL, KEPT, ABOVE = (tl.constexpr(i) for i in range(3))
 # Columns of the per-row record.
-STATUS, ROW_FIRST, CUT_ID, MODE = (tl.constexpr(i) for i in range(4))
+STATUS, ROW_FIRST, CUT_ID, MODE, BEGIN, END = (tl.constexpr(i) for i in range(6))
 ENDED, GREEDY, SAMPLED, DRAWN = (tl.constexpr(i) for i in range(4))
 # Columns of a row's range: its upper edge, its width and log2 of that of a fine bin, all in 2^24 of
 # an octave.
 START, SPAN, SHIFT = (tl.constexpr(i) for i in range(3))
+# Columns of a row's place: where the cut is, what to collect there, and what comes before that.
+WHERE, HIGHEST, LOWEST, COUNT_BEFORE, FEW = (tl.constexpr(i) for i in range(5))
+WEIGHT_BEFORE, THRESHOLD = (tl.constexpr(i) for i in range(2))
+# Where a cut is: among the candidates to collect, nowhere, or outside of the range.
+IN_BIN, NOWHERE, MISSED = (tl.constexpr(i) for i in range(3))
+MEMBERS = tl.constexpr(128)  # candidates that are collected at most
+NO_ID = tl.constexpr(2**31 - 1)
+MEMBER_COUNT, SLICES_DONE = (tl.constexpr(i) for i in range(2))  # columns of a row's counters
 
 
 @triton.jit
@@ -60,6 +58,13 @@ def load_slices(part, row, plane, SLICES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def is_last(counter, programs):
+    """Whether all other of so many programs have come here; what they stored can be read then."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel") == programs - 1
+
+
+@triton.jit
 def _sample_stats_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -67,7 +72,7 @@ def _sample_stats_kernel(
     estimates,  # fp32 [B, SLICES]
     fine_weight,  # int64 [B, FINE]
     fine_count,  # int32 [B, FINE]
-    counters,  # int32 [B]
+    counters,  # int32 [B, 2]
     stride,
     V,
     MAY_CUT: tl.constexpr,
@@ -82,127 +87,11 @@ def _sample_stats_kernel(
     estimate = tl.sum(tl.exp2((x - tl.maximum(top, LOWEST)) * slope))
     tl.store(maxima + row * SLICES + s, top)
     tl.store(estimates + row * SLICES + s, estimate)
+    if s == 0:
+        tl.store(counters + row * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
     if MAY_CUT:
-        if s == 0:
-            tl.store(counters + row, 0)
         SHARE: tl.constexpr = FINE // triton.next_power_of_2(SLICES)
         for start in range(s * SHARE, FINE, SLICES * SHARE):
             fine = row * FINE + start + tl.arange(0, SHARE)
             tl.store(fine_weight + fine, tl.zeros([SHARE], tl.int64))
             tl.store(fine_count + fine, tl.zeros([SHARE], tl.int32))
-
-
-@triton.jit
-def _add_to_fine_bins(q, w, fine_weight, fine_count, start, span, shift, counts):
-    """Add up the candidates within a range by fine bins; `counts` also counts them."""
-    depth = (start - q).to(tl.uint32, bitcast=True)
-    inside = depth < span.to(tl.uint32, bitcast=True)
-    at = (depth >> shift.to(tl.uint32)).to(tl.int32)
-    tl.atomic_add(fine_weight + at, w.to(tl.int64), mask=inside, sem="relaxed")
-    if counts:
-        tl.atomic_add(fine_count + at, 1, mask=inside, sem="relaxed")
-
-
-@triton.jit
-def _add_weights(
-    source,
-    begin,
-    V,
-    top,
-    slope,
-    floor,
-    fine_weight,
-    fine_count,
-    start,
-    span,
-    shift,
-    counts,
-    CUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Sums over a slice: (weights, those that min-p keeps, their count, above the range, count)."""
-    total, none = (
-        lane_sum(tl.zeros([TILE], tl.int64), TILE),
-        lane_sum(tl.zeros([TILE], tl.int32), TILE),
-    )
-    kept, count, above, above_count = total, none, total, none
-    least = min_p_threshold(floor)
-    for i in range(BLOCK // TILE):
-        x = load_tile(source, begin + i * TILE + tl.arange(0, TILE), V)
-        q = octaves_q24(x, top, slope)
-        w = weight_of(q)
-        total += lane_sum(w.to(tl.int64), TILE)
-        if floor > 0:
-            enough = w >= least
-            kept += lane_sum(tl.where(enough, w, 0).to(tl.int64), TILE)
-            count += lane_sum(enough.to(tl.int32), TILE)
-        if CUTS:
-            before = q > start
-            above += lane_sum(tl.where(before, w, 0).to(tl.int64), TILE)
-            if counts:
-                above_count += lane_sum(before.to(tl.int32), TILE)
-            _add_to_fine_bins(q, w, fine_weight, fine_count, start, span, shift, counts)
-    return tl.sum(total), tl.sum(kept), tl.sum(count), tl.sum(above), tl.sum(above_count)
-
-
-@triton.jit
-def _sample_weights_kernel(
-    logits,  # fp32 | bf16 [B, V]
-    temperature,  # fp32 [B]
-    top_k,  # int32 [B]
-    top_p,  # fp32 [B]
-    min_p,  # fp32 [B]
-    part32,  # int32 [B, 3, SLICES]
-    part64,  # int64 [B, 3, SLICES]
-    fine_weight,  # int64 [B, FINE]
-    fine_count,  # int32 [B, FINE]
-    ranges,  # int32 [B, 3]
-    record32,  # int32 [B, 4]
-    record_x,  # fp32 [B, 2]
-    stride,
-    V,
-    MAY_CUT: tl.constexpr,
-    SLICES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    row = (tl.program_id(0) // SLICES).to(tl.int64)
-    s = tl.program_id(0) % SLICES
-    if tl.load(record32 + row * 4 + MODE) == SAMPLED:
-        k, p = tl.load(top_k + row), tl.load(top_p + row)
-        slope, top = slope_of(tl.load(temperature + row)), tl.load(record_x + row * 2)
-        floor, source, begin = tl.load(min_p + row), logits + row * stride, s * BLOCK
-        bins = fine_weight + row * FINE, fine_count + row * FINE
-        cuts = wants_cut(k, p, V)
-        if MAY_CUT & cuts:
-            start, span = tl.load(ranges + row * 3 + START), tl.load(ranges + row * 3 + SPAN)
-            shift = tl.load(ranges + row * 3 + SHIFT)
-            # Counts are for top-k, and for seeing that few candidates are kept.
-            counts = (top_k_limit(k, V) < NO_LIMIT) | (start == 0)
-            total, kept, count, above, above_count = _add_weights(
-                source,
-                begin,
-                V,
-                top,
-                slope,
-                floor,
-                *bins,
-                start,
-                span,
-                shift,
-                counts,
-                True,
-                BLOCK,
-                TILE,
-            )
-            tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, above)
-            tl.store(part32 + (row * 3 + ABOVE_COUNT) * SLICES + s, above_count)
-        else:
-            total, kept, count, above, above_count = _add_weights(
-                source, begin, V, top, slope, floor, *bins, 0, 0, 0, False, False, BLOCK, TILE
-            )
-        tl.store(part64 + (row * 3 + TOTAL) * SLICES + s, total)
-        tl.store(part64 + (row * 3 + KEPT) * SLICES + s, tl.where(floor > 0, kept, total))
-        columns = tl.minimum(V - begin, BLOCK)
-        tl.store(part32 + (row * 3 + COUNT) * SLICES + s, tl.where(floor > 0, count, columns))

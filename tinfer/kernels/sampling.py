@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat.sampling import check_sample, check_token_masses
@@ -18,73 +17,19 @@ from tinfer.kernels._sample_cut import _sample_cut_kernel
 from tinfer.kernels._sample_floors import (
     _sample_draw_kernel,
     _sample_floors_kernel,
-    floor_mass,
-    load_record,
-    slice_masses,
+    _token_masses_kernel,
 )
 from tinfer.kernels._sample_row import _sample_row_kernel
 from tinfer.kernels._sample_scan import _sample_scan_kernel
-from tinfer.kernels._sample_search import MEMBERS
-from tinfer.kernels._sample_slices import (
-    ENDED,
-    FINE,
-    MODE,
-    ROW_FIRST,
-    SAMPLED,
-    STATUS,
-    _sample_stats_kernel,
-    _sample_weights_kernel,
-    load_tile,
-)
+from tinfer.kernels._sample_slices import FINE, MEMBERS, STATUS, _sample_stats_kernel
+from tinfer.kernels._sample_weights import _sample_weights_kernel
 
 MAX_COLUMNS = 1 << 20
 MAX_SLICES = 64
+ROW_WARPS = 1  # warps of a program that serves a whole row, per warp of one that serves a slice
 SAMPLE = 4096  # logits of a row that tell where its cut is
 
 
-# ---------------------------------------------------------------- kernels
-@triton.jit
-def tile_masses(source, column, V, row, rows, SLICES: tl.constexpr, PADDED: tl.constexpr):
-    """int64 masses of some columns of a row; `source` is the row, `rows` what `RowMasses` holds."""
-    temperature, min_p, record32, record_x, kept_total, part32 = rows
-    mode = tl.load(record32 + row * 4 + MODE)
-    first = tl.load(record32 + row * 4 + ROW_FIRST)
-    rest = 2147483648 - tl.sum(slice_masses(part32, row, SLICES, PADDED))
-    mass = tl.zeros(column.shape, tl.int64)
-    if mode == SAMPLED:
-        record = load_record(
-            row, temperature, min_p, record32, record_x, kept_total, True, SLICES, PADDED
-        )
-        mass = floor_mass(load_tile(source, column, V), column, record).to(tl.int64)
-    return mass + tl.where((column == first) & (mode != ENDED), rest, 0)
-
-
-@triton.jit
-def _token_masses_kernel(
-    logits,  # fp32 | bf16 [B, V]
-    temperature,  # fp32 [B]
-    min_p,  # fp32 [B]
-    record32,  # int32 [B, 4]
-    record_x,  # fp32 [B, 2]
-    kept_total,  # int64 [B]
-    part32,  # int32 [B, 3, SLICES]
-    masses,  # int64 [B, V]
-    stride,
-    V,
-    SLICES: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    row = (tl.program_id(0) // SLICES).to(tl.int64)
-    rows = (temperature, min_p, record32, record_x, kept_total, part32)
-    for i in range(BLOCK // TILE):
-        column = (tl.program_id(0) % SLICES) * BLOCK + i * TILE + tl.arange(0, TILE)
-        mass = tile_masses(logits + row * stride, column, V, row, rows, SLICES, PADDED)
-        tl.store(masses + row * V + column, mass, mask=column < V)
-
-
-# ---------------------------------------------------------------- launchers
 def _sample_tiles(rows: int, columns: int) -> tuple[int, int, int, int]:
     """(columns of a slice, warps of its program, columns of a tile, warps where it loops)."""
     block = 2048 if rows <= 8 else 4096
@@ -99,7 +44,7 @@ class RowMasses:
     """What the kernels that follow need to compute any mass of any row."""
 
     filters: tuple[Tensor, Tensor]  # temperature and min_p, fp32 [B]
-    records: tuple[Tensor, ...]  # record32 [B, 4], record_x [B, 2], kept_total [B]
+    records: tuple[Tensor, ...]  # record32 [B, 6], record_x [B, 2], kept_total [B]
     part32: Tensor  # int32 [B, 3, SLICES]
     sizes: dict[str, int]  # SLICES, PADDED, BLOCK
     tile: int
@@ -139,15 +84,17 @@ def row_masses(
     maxima, estimates = empty(slices, dtype=torch.float32), empty(slices, dtype=torch.float32)
     part32, part64 = empty(3, slices), empty(3, slices, dtype=torch.int64)
     fine = (empty(FINE.value, dtype=torch.int64), empty(FINE.value))
-    ranges, counters = empty(3), empty()
+    ranges, counters = empty(3), empty(2)
+    place32, place64 = empty(5), empty(2, dtype=torch.int64)
     found = (empty(MEMBERS.value, dtype=torch.float32), empty(MEMBERS.value))
-    records = (empty(4), empty(2, dtype=torch.float32), empty(dtype=torch.int64))
+    records = (empty(6), empty(2, dtype=torch.float32), empty(dtype=torch.int64))
     temperature, _, _, min_p = filters
     seeds, positions, purpose = keys or (logits, logits, 0)
     tokens, statuses = out or (logits, logits)
     sized, grid = (logits.stride(0), columns), (rows * slices,)
     draws = {"PURPOSE": purpose, "DRAWS": keys is not None}
     whole = {"num_warps": warps, "enable_fp_fusion": False}
+    chained = {"num_warps": min(warps * ROW_WARPS, 16), "enable_fp_fusion": False}
     tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
         logits, temperature, maxima, estimates, *fine, counters, *sized, may_cut, slices, block,
@@ -155,32 +102,37 @@ def row_masses(
     )  # fmt: skip
     _sample_row_kernel[(rows,)](
         logits, *filters, seeds, positions, tokens, statuses, maxima, estimates, ranges,
-        *records[:2], *sized, MAY_CUT=may_cut, SAMPLE=sample_size, **draws, **sizes, **whole,
+        *records[:2], *sized, MAY_CUT=may_cut, SAMPLE=sample_size, **draws, **sizes,
+        **chained,
     )  # fmt: skip
     _sample_weights_kernel[grid](
-        logits, *filters, part32, part64, *fine, ranges, *records[:2], *sized, may_cut, slices,
-        block, **tiled,
+        logits, *filters, part32, part64, *fine, ranges, counters, place32, place64, *records,
+        *sized, MAY_CUT=may_cut, **sizes, **tiled,
     )  # fmt: skip
     if may_cut:
-        sums = (part32, part64, *fine, ranges, counters, *found, estimates)
+        collected = (part32, counters, place32, *found, estimates)
         groups = slices if rows <= 8 else max(slices // 4, 1)
         _sample_scan_kernel[(rows * groups,)](
-            logits, *filters[:3], *sums, *records[:2], *sized, groups, **sizes, **whole
+            logits, *filters[:3], *collected, *records[:2], *sized, groups, slices, block, **whole
         )
         _sample_cut_kernel[(rows,)](
-            logits, *filters, seeds, positions, tokens, *sums, *records, *sized, **draws, **sizes,
-            **whole,
+            logits, *filters, seeds, positions, tokens, *collected, place64, *records, *sized,
+            **draws, **sizes, **chained,
         )  # fmt: skip
-    else:
-        records = (*records[:2], part64)
     masses = (*records, part32, *sized)
     _sample_floors_kernel[grid](
-        logits, temperature, min_p, *masses, CLOSED=may_cut, **sizes, **tiled
+        logits,
+        temperature,
+        min_p,
+        *masses,
+        slices,
+        block,
+        **{**tiled, "TILE": min(2 * tile, block)},
     )
     if keys is not None:
         _sample_draw_kernel[(rows,)](
-            logits, temperature, min_p, *keys[:2], tokens, *masses, PURPOSE=purpose,
-            CLOSED=may_cut, **sizes, **whole,
+            logits, temperature, min_p, *keys[:2], tokens, *masses, PURPOSE=purpose, **sizes,
+            **chained,
         )  # fmt: skip
     return RowMasses((temperature, min_p), records, part32, sizes, tile, tile_warps)
 
