@@ -91,10 +91,10 @@ def _scores(
 def _top_of(
     cache, slots, first, end, rows, page_stride, q, q_tail, top,
     VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The maximum of `top` and the logits of the entries first..end-1."""
-    for at in range(first, end, BLOCK_N):
+    for at in tl.range(first, end, BLOCK_N, num_stages=STAGES):
         _, logits = _scores(
             cache, slots, at, end, rows, page_stride, q, q_tail,
             VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, LAYOUT, PTX,
@@ -107,10 +107,10 @@ def _top_of(
 def _add(
     cache, slots, first, end, rows, page_stride, q, q_tail, acc, total, shift, scale_log2,
     VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, LAYOUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Add the entries first..end-1, their probabilities relative to `shift`."""
-    for at in range(first, end, BLOCK_N):
+    for at in tl.range(first, end, BLOCK_N, num_stages=STAGES):
         kv, logits = _scores(
             cache, slots, at, end, rows, page_stride, q, q_tail,
             VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, LAYOUT, PTX,
@@ -127,7 +127,7 @@ def _attend_groups(
     compressed_cache, compressed_slots, compressed_count, compressed_rows, compressed_page_stride,
     first, last, q, q_tail, acc, top, total, scale_log2,
     VALUE: tl.constexpr, BLOCK_V: tl.constexpr, TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, COMPRESSED: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr, COMPRESSED: tl.constexpr,
     TWO: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Attend to the groups first..last-1 of the two lists taken as one."""
@@ -138,26 +138,26 @@ def _attend_groups(
         second_end = tl.minimum(start + GROUP - window_width, compressed_count)
         higher = _top_of(
             window_cache, window_slots, start, end, window_rows, window_page_stride,
-            q, q_tail, top, VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, WINDOW, PTX,
+            q, q_tail, top, VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, WINDOW, PTX,
         )  # fmt: skip
         if TWO:
             higher = _top_of(
                 compressed_cache, compressed_slots, second, second_end, compressed_rows,
                 compressed_page_stride, q, q_tail, higher,
-                VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, COMPRESSED, PTX,
+                VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, COMPRESSED, PTX,
             )  # fmt: skip
         shift = tl.where(higher == float("-inf"), 0.0, higher) * scale_log2
         rescale = tl.exp2(top * scale_log2 - shift)
         acc, total = _add(
             window_cache, window_slots, start, end, window_rows, window_page_stride,
             q, q_tail, acc * rescale[:, None], total * rescale, shift, scale_log2,
-            VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, WINDOW, PTX,
+            VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, WINDOW, PTX,
         )  # fmt: skip
         if TWO:
             acc, total = _add(
                 compressed_cache, compressed_slots, second, second_end, compressed_rows,
                 compressed_page_stride, q, q_tail, acc, total, shift, scale_log2,
-                VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, COMPRESSED, PTX,
+                VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, COMPRESSED, PTX,
             )  # fmt: skip
         top = higher
     return acc, top, total
@@ -252,7 +252,8 @@ def _sparse_mla_kernel(
             compressed_rows, compressed_page_stride,
             split * groups // splits, (split + 1) * groups // splits,
             q_value, q_tail, acc, top, total, scale_log2,
-            VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, WINDOW, COMPRESSED, COMPRESSED_WIDTH > 0, PTX,
+            VALUE, BLOCK_V, TAIL, BLOCK_T, BLOCK_N, STAGES, WINDOW, COMPRESSED,
+            COMPRESSED_WIDTH > 0, PTX,
         )  # fmt: skip
 
     empty = total == 0.0
