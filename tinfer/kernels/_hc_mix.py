@@ -11,12 +11,20 @@ and a last kernel adds the ranges in fixed order and makes the mixes.
 
 * Few tokens: one kernel takes a tile of tokens and a range of the D columns, reads the stream
   (for the boundary: writes back the sublayer's output and stores the new stream), collapses it
-  and accumulates the partial results; the last kernel also normalizes the collapse.
+  and accumulates the partial results; the last kernel also normalizes the collapse. For the
+  fewest, `_hc_few` does the same on NVIDIA's GPUs.
 * Many: `_hc_enter` writes back, collapses and normalizes with one program a token, and the dots
-  are a matrix product over the stream it wrote. It reads the stream once more, but the kernel
-  for few needs 200 to 255 registers a thread for a tile's coefficients, so that little hides the
-  memory's latency: the boundary took 275 us in its best tiles at 4096 tokens on an H200, this way
-  196 us, where one pass over the memory is 99 us and `hc_mix` alone takes 84 us.
+  are a matrix product over the stream it wrote.
+
+What bounds many, at 4096 tokens on an H200 (cold, us): the boundary takes 183, of which 115 are
+`_hc_enter` (its bytes copy in 99) and about 60 the product, which reads the stream once more and,
+with fn's parts for every tile of tokens, 262 MB from the L2 cache at 4.8 TB/s. One pass over the
+stream was tried with fn's parts resident in shared memory and every operand in registers, each
+program walking over tokens within a range of columns: 170 to 230 in all its forms (next operands
+prefetched to registers, by asynchronous copies, or to the L2 cache; 64 or 128 bytes of a row at
+a time; 8 to 16 warps a processor), and the collapse, whose norm needs all ranges, is then still
+to be normalized. Write-back and product as programs of one launch, where the product follows
+within the L2 cache's reach: 198 to 217.
 
 fp32 quality on tensor cores: fn is split exactly into three bf16 parts, whose products with the
 bf16 stream are exact, and every column block is summed on its own before it is added in fp32.

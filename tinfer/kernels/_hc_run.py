@@ -28,6 +28,10 @@ Mixes = tuple[Tensor, Tensor, Tensor]
 
 
 FEW_TOKENS = 128  # up to here one kernel does all but the last step
+# Up to here the kernel that stays in registers, 16 tokens a program: beyond, the other one's larger
+# grid of columns a program reads fn less often (boundary, H200, in a graph: 8.2 us at 16 tokens,
+# but 15.7 against 13.0 at 64).
+REGISTER_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def _few(
     """Partial results; writes new and, not yet normalized, x."""
     rows, copies, width = stream.shape
     device = target(stream.device)
-    if supports_few(copies, width, device):
+    if rows <= REGISTER_TOKENS and supports_few(copies, width, device):
         partial, _, _ = _partial(stream, width // 32)
         few(stream, fn, partial, written, collapsed and collapsed[:2], device.chains_launches)
         return partial
