@@ -72,8 +72,8 @@ def dequantize(q: Tensor, s: Tensor, tall: int, order: str = "natural") -> Tenso
     return out
 
 
-def _matmul_tiles(tokens: int, n: int, groups: int, device: Target) -> Tiles:
-    """Blocks, warps and stages of the bf16 product, and whether descriptors load its tiles.
+def _matmul_tiles(tokens: int, n: int, groups: int, device: Target, out: torch.dtype) -> Tiles:
+    """Blocks, warps and stages of the bf16 product.
 
     H200, 4096 tokens, cold, us: gate (384, 5120) with tiles of 128x128 39.7, of 64x128 61.6: one
     round of larger tiles beats two of smaller ones.
@@ -85,7 +85,8 @@ def _matmul_tiles(tokens: int, n: int, groups: int, device: Target) -> Tiles:
         return tiles | {"BK": 32, "num_stages": 2 if device.backend == "hip" else 3}
     if device.backend == "cuda" and int(device.arch) >= 90:
         count = triton.cdiv(tokens, 128) * groups
-        if count * triton.cdiv(n, 256) >= device.processors:
+        # fp32 results take twice the room in shared memory on their way out
+        if out == torch.bfloat16 and count * triton.cdiv(n, 256) >= device.processors:
             return tiles | {"BN": 256, "num_stages": 4}
         if 2 * count * triton.cdiv(n, 128) < device.processors:
             return tiles | {"BM": 64, "num_warps": 4, "num_stages": 4}
@@ -97,7 +98,7 @@ def _matmul(x: Tensor, w: Tensor, out: Tensor, groups: int) -> None:
     """x bf16 [T, G*K], w bf16 [G*N, K] -> out [T, G*N]."""
     tokens, n, k = x.shape[0], w.shape[0] // groups, w.shape[1]
     device = target(x.device)
-    tiles = _matmul_tiles(tokens, n, groups, device)
+    tiles = _matmul_tiles(tokens, n, groups, device, out.dtype)
     bm, bn = tiles["BM"], tiles["BN"]
     count = triton.cdiv(tokens, bm) * triton.cdiv(n, bn) * groups
     sizes = (tokens, n, k, groups, x.stride(0), w.stride(0))

@@ -244,7 +244,7 @@ def _real_cases() -> list[Case]:
             ("linear_fp32", f"{t}_gate", partial(_bf16, t=t, n=384, k=5120)),
             ("linear_bf16", f"{t}_compressor", partial(_bf16, t=t, n=512, k=5120)),
         ]
-    for t in (1, 16, 64):
+    for t in (1, 16, 64, 300):
         makes.append(("linear_fp32", f"{t}_head", partial(_bf16, t=t, n=129280, k=5120)))
     mixed = partial(_mixed, n=512, k=5120, x=torch.bfloat16, w=torch.float32)
     makes += [("linear_fp32", f"{t}_compressor", partial(mixed, t=t)) for t in (16, 4096)]
