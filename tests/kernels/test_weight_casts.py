@@ -146,6 +146,15 @@ WRONG8 = Fp8Block32(W8.weight, torch.zeros(64, 2, dtype=U8))
 HALF8 = Fp8Block128(W8.weight, torch.zeros(1, 1, dtype=torch.half))
 
 
+def _on(device: str, value: Any) -> Any:
+    """A copy of an argument on the device."""
+    if isinstance(value, (Fp4Group32, Fp8Block32, Fp8Block128)):
+        return type(value)(value.weight.to(device), value.scale.to(device))
+    if isinstance(value, list):
+        return [_on(device, v) for v in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     ("op", "args", "error", "message"),
@@ -164,10 +173,11 @@ HALF8 = Fp8Block128(W8.weight, torch.zeros(1, 1, dtype=torch.half))
     ],
 )
 def test_errors(
-    op: str, args: tuple[Any, ...], error: type[Exception], message: str, impl: str
+    op: str, args: tuple[Any, ...], error: type[Exception], message: str, impl: str, device: str
 ) -> None:
+    mine = [_on(device, a) for a in args]
     with use_kernels(impl), pytest.raises(error, match=f"{op}: .*{message}"):
-        getattr(ops, op)(*args)
+        getattr(ops, op)(*mine)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
