@@ -86,6 +86,18 @@ def _reordered(words, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _activations(at, there, TOKENS: gl.constexpr):
+    """Zeros for tokens that are not `there`: all programs read the same ones, so the last row may
+    not be asked for in their place many times over. Where few are missing, masks only take the
+    registers that a third program on the processor needs."""
+    if TOKENS <= 32:
+        words = gl.load(at, mask=there, other=0)
+    else:
+        words = gl.load(at)
+    return words
+
+
+@gluon.jit
 def _fill_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
     """Start copying the step at column k, if there is one, into a stage."""
     live = k < end
@@ -129,8 +141,8 @@ def _grouped_hopper_kernel(
     if not WHOLE:
         gdc_launch_dependents()  # the addition of the parts may take its place and wait
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, X_COPY))
-    x_at = _row_offsets(token, x_stride // 2, STEP // 2, X_COPY)
     there = (token < T)[:, None]
+    x_at = _row_offsets(gl.minimum(token, T - 1), x_stride // 2, STEP // 2, X_COPY)
     w_at = _row_offsets(gl.arange(0, ROWS, gl.SliceLayout(1, COPY)), w_stride // 4, 32, COPY)
     w_scale = w_scale.to(gl.pointer_type(gl.uint32))
 
@@ -146,7 +158,7 @@ def _grouped_hopper_kernel(
         acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
         for s in gl.static_range(STAGES - 1):
             _fill_weights(w_s, ws_s, s, w_tile, w_scale, w_at, ws_at, start + s * STEP, end)
-        ahead = gl.load(x_tile + start // 2 + x_at, mask=there, other=0)
+        ahead = _activations(x_tile + start // 2 + x_at, there, TOKENS)
         stage = 0
         side = 0
         for k in range(start, end, STEP):
@@ -155,7 +167,7 @@ def _grouped_hopper_kernel(
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             after = gl.minimum(k + STEP, end - STEP) // 2
-            ahead = gl.load(x_tile + after + x_at, mask=there, other=0)
+            ahead = _activations(x_tile + after + x_at, there, TOKENS)
             weights = _decoded(w_s.index(stage).load(FRAGMENT), ws_s.index(stage), ROWS)
             left = gl.convert_layout(weights, LEFT, assert_trivial=True)
             acc = warpgroup_mma(left, x_now.permute((1, 0)), acc, is_async=True)
