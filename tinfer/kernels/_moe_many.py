@@ -71,21 +71,20 @@ def _tile_product(
     column = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros((REP * WARPS * 16, N1), tl.float32)
     acc2 = tl.zeros((REP * WARPS * 16, N2 if N2 else 16), tl.float32)
-    words, codes = tl.load(w), tl.load(s)
+    codes = tl.load(s)
     zero = tl.zeros(s.shape, tl.int32)
     for k in tl.range(0, K, BLOCK, num_stages=STAGES):
+        words = tl.load(w, mask=(zero + k < K)[:, None], other=0)
         w += 16
         s += BLOCK // 32
-        more = zero + k + BLOCK < K
-        next_words = tl.load(w, mask=more[:, None], other=0)
-        next_codes = tl.load(s, mask=more, other=0)
-        a = _weight_rows(words, weight_factor(codes, RAW), REP, WARPS, FMT, PACKED)
+        factor = weight_factor(codes, RAW)
+        codes = tl.load(s, mask=zero + k + BLOCK < K, other=0)
+        a = _weight_rows(words, factor, REP, WARPS, FMT, PACKED)
         b = tl.load(x[:, None] + (k + column), mask=x_live[:, None], other=0.0)
         acc = _dot(a, tl.trans(b), acc)
         if N2:
             b2 = tl.load(x2[:, None] + (k + column), mask=x2_live[:, None], other=0.0)
             acc2 = _dot(a, tl.trans(b2), acc2)
-        words, codes = next_words, next_codes
     return acc * SCALE_BACK, acc2 * SCALE_BACK
 
 
@@ -156,7 +155,8 @@ def _expert_up_many_kernel(
     w_stride = tl.multiple_of(w_stride, 4)
     INNERS: tl.constexpr = WARPS * 16
     item = first + tl.program_id(0)
-    tile, block = item % count, item // count
+    blocks = INNER // INNERS
+    tile, block = item // blocks, item % blocks  # an expert's rows together: tokens stay in L2
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert >= 0:
         pos, rows = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
@@ -238,7 +238,8 @@ def _expert_down_many_kernel(
     w_stride = tl.multiple_of(w_stride, 4)
     ROWS: tl.constexpr = REP * WARPS * 16
     item = first + tl.program_id(0)
-    tile, block = item % count, item // count
+    blocks = tl.cdiv(D, ROWS)
+    tile, block = item // blocks, item % blocks
     expert = tl.load(tiles + tile * 3).to(tl.int64)
     if expert >= 0:
         pos, rows = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)

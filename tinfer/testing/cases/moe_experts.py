@@ -104,6 +104,7 @@ _SMALL: list[tuple[str, tuple[int, int, int, int, int], Arguments]] = [
     ("9x3of8", (9, 3, 8, 64, 64), {"routing": "some"}),
     ("1x6of384_tiny", (1, 6, 384, 32, 32), {}),
     ("70x2of3_same", (70, 2, 3, 128, 64), {"routing": "same"}),
+    ("70x2of3_two_products", (70, 2, 3, 128, 128), {"routing": "same"}),
     ("5x2of4_no_limit", (5, 2, 4, 64, 32), {"limit": 0.0, "shared": False}),
     ("7x2of4_tight_limit", (7, 2, 4, 64, 32), {"limit": 0.5}),
 ]
