@@ -66,8 +66,8 @@ class Plan:
 def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Target) -> Plan:
     """By the average number of rows an expert gets.
 
-    H200, 4096 tokens, 6 of 384 fp4 experts, us cold: first product 2984 (second part of a tile of
-    16 columns; 3071 with 32), second product 1304 by `_moe_hopper` (1460 by `_moe_many`).
+    H200, 4096 tokens, 6 of 384 fp4 experts, us: first product 2984 (3071 with a second part of 32
+    columns), second product 1304 by `_moe_hopper` (1460 by `_moe_many`).
     """
     fmt, average = ("e2m1" if fp4 else "e4m3"), routed / experts
     packed, small = is_packed(device), device.shared_kib < 128
@@ -163,7 +163,7 @@ def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tenso
     """Cast activations bf16 [P, I] -> expert outputs bf16 [P, D]."""
     dim, inner, count = w.shape[1], h.shape[1], tiles.shape[0]
     y = torch.empty(h.shape[0], dim, dtype=torch.bfloat16, device=h.device)
-    if plan.hopper:
+    if plan.hopper and w.storage_offset() % 16 == 0:  # rows of whole copies
         _down_hopper(plan, h, w, w_s, tiles, y)
         return y
     if plan.many:
