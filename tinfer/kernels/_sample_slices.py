@@ -24,7 +24,7 @@ from tinfer.kernels._jit import to_fp32
 from tinfer.kernels._masses import INFINITY, slope_of
 
 FINE = tl.constexpr(512)  # bins of the range around the cut
-LOWEST = tl.constexpr(-(2.0**127))
+FAR_BELOW = tl.constexpr(-(2.0**127))  # instead of a maximum that is -inf
 # Planes of the per-slice sums.
 COUNT, ABOVE_COUNT, MASS = (tl.constexpr(i) for i in range(3))
 TOTAL, KEPT, ABOVE = (tl.constexpr(i) for i in range(3))
@@ -84,7 +84,7 @@ def _sample_stats_kernel(
     x = load_tile(logits + row * stride, s * BLOCK + tl.arange(0, BLOCK), V)
     slope = slope_of(tl.load(temperature + row))
     top = tl.max(tl.where(x != x, INFINITY, x))
-    estimate = tl.sum(tl.exp2((x - tl.maximum(top, LOWEST)) * slope))
+    estimate = tl.sum(tl.exp2((x - tl.maximum(top, FAR_BELOW)) * slope))
     tl.store(maxima + row * SLICES + s, top)
     tl.store(estimates + row * SLICES + s, estimate)
     if s == 0:

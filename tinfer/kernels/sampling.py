@@ -26,7 +26,6 @@ from tinfer.kernels._sample_weights import _sample_weights_kernel
 
 MAX_COLUMNS = 1 << 20
 MAX_SLICES = 64
-ROW_WARPS = 1  # warps of a program that serves a whole row, per warp of one that serves a slice
 SAMPLE = 4096  # logits of a row that tell where its cut is
 
 
@@ -94,7 +93,8 @@ def row_masses(
     sized, grid = (logits.stride(0), columns), (rows * slices,)
     draws = {"PURPOSE": purpose, "DRAWS": keys is not None}
     whole = {"num_warps": warps, "enable_fp_fusion": False}
-    chained = {"num_warps": min(warps * ROW_WARPS, 16), "enable_fp_fusion": False}
+    chained = {"num_warps": min(2 * warps, 8), "enable_fp_fusion": False}
+    ranked = {"num_warps": min(2 * warps, 16), "enable_fp_fusion": False}
     tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
         logits, temperature, maxima, estimates, *fine, counters, *sized, may_cut, slices, block,
@@ -117,7 +117,7 @@ def row_masses(
         )
         _sample_cut_kernel[(rows,)](
             logits, *filters, seeds, positions, tokens, *collected, place64, *records, *sized,
-            **draws, **sizes, **chained,
+            **draws, **sizes, **ranked,
         )  # fmt: skip
     masses = (*records, part32, *sized)
     _sample_floors_kernel[grid](

@@ -142,6 +142,7 @@ _SMALL += [("bf16-2x300", _mixed("normal", 2, 300, torch.bfloat16)), ("strided-3
 _KINDS = sorted({kind for kind, _, _ in _SHAPES if kind != "dead"})
 _SMALL += [
     ("top_k_200-1x600", _fixed("normal", 1, 600, 1.5, 200, 1.0, 0.0)),
+    ("uncut_flat-3x600", _fixed("flat", 3, 600, 0.5, 0, 1.0, 0.0)),
     ("far_cut-1x9000", _fixed("flat", 1, 9000, 6e-3, 0, 0.97, 0.0)),
 ]
 _REAL = [(f"{kind}-8x{VOCAB}", _mixed(kind, 8, VOCAB)) for kind in _KINDS]
