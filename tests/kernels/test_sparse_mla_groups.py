@@ -15,13 +15,13 @@ from tinfer.kernels._target import target, use_target
 from tinfer.kv_layout import KVLayout
 from tinfer.registry import use_kernels
 from tinfer.testing.cases.sparse_mla import call
-from tinfer.testing.compare import BF16_EPS, errors
 from tinfer.testing.launches import recorded
 
 BF16, FP8, FP4 = KVLayout.rows_bf16, KVLayout.window_fp8, KVLayout.compressed_fp4
-# Logits are exact here, so two results from the same rounded probabilities differ only where the
-# exponential's 2^-22 tips a rounding: two elements in ten thousand, by one step, are plenty.
-SAME = 2 * BF16_EPS * 2e-4**0.5
+# Share of elements that differ. Logits are exact here, so two results from the same rounded
+# probabilities differ only where a device's exponential tips a rounding: noise of 3e-6 in p gives
+# 0.7 % at most; rounding against other groups gives 3 % at least.
+SAME = 0.015
 LISTS = {
     "window of 24, 40 selected: one group": (24, 40),
     "16 and 112: two groups, the first straddles": (16, 112),
@@ -35,6 +35,10 @@ LISTS = {
 def quarters(x: Tensor) -> Tensor:
     """Rounded to multiples of 1/4: dot products are then exact in any order."""
     return ((x.float() * 4).round() / 4).to(torch.bfloat16)
+
+
+def share(a: Tensor, b: Tensor) -> float:
+    return (a != b).float().mean().item()
 
 
 def arguments_of(width: int, selected: int, packed: bool, device: str) -> dict[str, Any]:
@@ -64,8 +68,7 @@ def test_rounded_as_the_reference_rounds(
         assert (launches[0].arguments["BLOCK_N"] < reference.BLOCK) == small
         assert launches[0].arguments["splits"] == 1
         out, _, _ = ops.sparse_mla(**arguments)
-    l2, _ = errors(out, ops.sparse_mla.ref(**arguments)[0])
-    assert l2 <= SAME
+    assert share(out, ops.sparse_mla.ref(**arguments)[0]) <= SAME
 
 
 @pytest.mark.parametrize("block", [32, 128])
@@ -74,7 +77,7 @@ def test_the_limit_tells_other_groups_apart(block: int, monkeypatch: pytest.Monk
     want, _, _ = ops.sparse_mla.ref(**arguments)
     monkeypatch.setattr(reference, "BLOCK", block)
     other, _, _ = ops.sparse_mla.ref(**arguments)
-    assert errors(other, want)[0] > 3 * SAME
+    assert share(other, want) > 2 * SAME
 
 
 @pytest.mark.parametrize("keys", [1, 128, 129])

@@ -15,7 +15,8 @@ Signals, by place in `bars` (b = 0, 1):
     EMPTY + b  both consumers are done with buffer b
     READY + b  probabilities of buffer b, the maximum and the rescale factor are there
     DONE       both consumers' partial sums are there
-    Q_FULL     an item's queries and number of block pairs are there; Q_EMPTY: no longer needed
+    Q_FULL     an item's queries and number of block pairs are there; Q_EMPTY: no longer needed,
+               so the next item's arrive while this one's output is written
 
 Source: the division of labour follows FlashMLA's description of its Hopper kernels (two
 consumers that split the output and alternate over key blocks).
@@ -82,8 +83,15 @@ def _publish(weight, top, rescale, p_s, lines, bars, B: gl.constexpr):
 
 
 @gluon.jit
+def _halves(value):
+    """[64, n] -> its left and right [64, n / 2]."""
+    half: gl.constexpr = value.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(value, [HEADS, 2, half]), (0, 2, 1)))
+
+
+@gluon.jit
 def _write(
-    q_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
+    p_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
     out_stride_t, out_stride_h, out_stride_s, W: gl.constexpr,
 ):  # fmt: skip
     """Normalize and store one half of an item's output; consumer 0 also maximum and lse."""
@@ -108,13 +116,18 @@ def _write(
     value = acc * gl.convert_layout(factor, gl.SliceLayout(1, ACC))[:, None]
     out += token * out_stride_t + split * out_stride_s + W * HALF
     if out.dtype.element_ty == gl.bfloat16:
-        # No logits are left to compute: the queries' memory takes the output to full rows.
-        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-        q_s.index(W).store(value.to(gl.bfloat16))
+        # The probabilities' memory, free after DONE, takes the output to full rows by quarters.
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         line = first + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))[:, None]
-        column = gl.arange(0, HALF, gl.SliceLayout(0, WIDE))[None, :]
+        column = gl.arange(0, KEYS, gl.SliceLayout(0, WIDE))[None, :]
         at = out + line * out_stride_h + column
-        gl.store(at, q_s.index(W).load(WIDE), mask=line < heads)
+        low, high = _halves(value.to(gl.bfloat16))
+        for half in gl.static_range(2):
+            left, right = _halves(high if half else low)
+            for quarter in gl.static_range(2):
+                p_s.index(W).store(right if quarter else left)
+                part = p_s.index(W).load(WIDE)
+                gl.store(at + (half * 2 + quarter) * KEYS, part, mask=line < heads)
     else:
         line = first + gl.arange(0, HEADS, gl.SliceLayout(1, ACC))[:, None]
         column = gl.arange(0, HALF, gl.SliceLayout(0, ACC))[None, :]
@@ -181,6 +194,7 @@ def _consume(
             acc = warpgroup_mma(left, k_s.index(2 * W + W + move), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(bars.index(EMPTY + W), count=1)
+        mbarrier.arrive(bars.index(Q_EMPTY), count=1)  # its last logits are computed
         if W == 0:
             mbarrier.wait(bars.index(READY + 1), (used + pairs - 1) & 1)
             foreign = lines.index(RESCALE + 1).load(ROWS)
@@ -197,10 +211,9 @@ def _consume(
         used += pairs
         turn += 1  # noqa: SIM113  device code
         _write(
-            q_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
+            p_s, acc, top, total, item, splits, heads, sink, out, max_logit, lse, scale,
             out_stride_t, out_stride_h, out_stride_s, W,
         )  # fmt: skip
-        mbarrier.arrive(bars.index(Q_EMPTY), count=1)
 
 
 @gluon.jit
