@@ -10,7 +10,8 @@ sequence in the same tile take another walk. Keys at and beyond the last visible
 read. With candidate blocks every token has keys of its own and walks alone.
 
 FAST is for e2m1 keys of 128 channels with ue8m0 scales (`_index_keys`); other layouts decode to
-bf16 first. Numerics: operands exact in bf16, fp32 accumulation, relu and weighted sum in fp32.
+bf16 first. Few tokens a sequence have a kernel of their own on Hopper (`_index_hopper`).
+Numerics: operands exact in bf16, fp32 accumulation, relu and weighted sum in fp32.
 Source: `tinfer.compat.indexer`.
 """
 
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import indexer as ref
+from tinfer.kernels._index_decode import launch_hopper, takes_hopper
 from tinfer.kernels._index_scores import page_of, pages_of, query_operands, score_tile
 from tinfer.kernels._target import Target, target
 from tinfer.kv_layout import KVLayout
@@ -206,6 +208,9 @@ def _launch(
     if not out.numel():
         return out
     on = target(q.device)
+    if blocks is None and takes_hopper(q, cache, layout, block_table, on):
+        launch_hopper(q, q_s, weights, cache, layout, block_table, seq, visible, out, on)
+        return out
     heads_p = max(16, triton.next_power_of_2(heads))
     tile = _index_tiles(tokens, len(block_table), heads_p, blocks is not None, on)
     tiles = triton.cdiv(tokens, tile["TOKENS"])

@@ -1,9 +1,11 @@
 """Top-k positions of long rows, candidate blocks, and the compact columns they give.
 
-Memory: scores fp32 [T, N], any row stride; outputs int32. Rows longer than a program's block are
-cut into segments: each keeps its own top k as (score, index) pairs in index order, and the pairs
-are selected from again, until one block is left. The total order (score descending, index
-ascending) makes the outcome independent of the cutting. NaN scores pad the pairs.
+Memory: scores fp32 [T, N], any row stride; outputs int32. A program walks over its columns twice:
+for a score that at least k of them reach (`_topk_rows`), and to list those that do, whose best k
+it keeps. Few long rows are cut into segments: a kernel takes the maxima that bound the k-th score
+of the row, a pass keeps the columns of each segment that reach the bound, at most k, as (score,
+index) pairs in index order, and a last pass selects from the pairs. The total order (score
+descending, index ascending) makes the outcome independent of the cutting. NaN scores pad.
 
 Numerics: exact. Source: `tinfer.compat.topk`.
 """
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import topk as ref
@@ -21,109 +22,39 @@ from tinfer.kernels._candidates import (
     candidate_lengths_kernel,
     restore_candidates_kernel,
 )
-from tinfer.kernels._select import choose, split_columns
-from tinfer.kernels._target import target
+from tinfer.kernels._target import Target, target
+from tinfer.kernels._topk_rows import part_maxima_kernel, topk_kernel
 
 MAX_PROGRAMS = 65535
 MAX_K = 2048
-
-
-@triton.jit
-def _blocks(length, most, SIZE: tl.constexpr):
-    """Blocks of SIZE that hold `length` positions, 0 to `most`."""
-    return tl.minimum((tl.maximum(length, 0) + SIZE - 1) // SIZE, most)
-
-
-@triton.jit
-def _put(out_ptr, step, place, flags, value, ROWS: tl.constexpr):
-    """Store the flagged values [ROWS, 4] from `place` on, row by row."""
-    flag0, flag1, flag2, flag3 = split_columns(flags, ROWS)
-    value0, value1, value2, value3 = split_columns(value, ROWS)
-    tl.store(out_ptr + place * step, value0, mask=flag0 != 0)
-    place += flag0
-    tl.store(out_ptr + place * step, value1, mask=flag1 != 0)
-    place += flag1
-    tl.store(out_ptr + place * step, value2, mask=flag2 != 0)
-    place += flag2
-    tl.store(out_ptr + place * step, value3, mask=flag3 != 0)
-
-
-@triton.jit(do_not_specialize=["tasks", "columns", "width", "k"])
-def _topk_kernel(
-    scores_ptr,  # fp32 [T, N], or [T, segments * kept] of the pass before
-    indices_ptr,  # int32 indices of the pass before, or None
-    lengths_ptr,  # int32 [T] beside scores
-    offset_ptr,  # int32 [T] or None
-    scores_out_ptr,  # fp32 [T, SEGMENTS * KEPT] for the next pass, or None
-    out_ptr,  # int32 [T, k], or indices for the next pass
-    tasks,
-    columns,  # of the scores, in every pass
-    width,  # columns of this pass
-    k,
-    row_stride,
-    out_stride,
-    out_step,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr,
-    PIN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        row = tl.zeros((), tl.int64) + task // SEGMENTS
-        start = (task % SEGMENTS) * ROWS * 4
-        row_at = 4 * tl.arange(0, ROWS)
-        lane = row_at[:, None] + tl.arange(0, 4)[None, :]
-        at = row * row_stride + start
-        if indices_ptr is None:
-            visible = tl.minimum(tl.load(lengths_ptr + row), columns)
-            if PIN > 0:
-                visible = tl.maximum(_blocks(tl.load(lengths_ptr + row), columns, PIN) - 1, 0)
-            limit = visible - start
-            readable = (limit + 15) // 16 * 16 if ALIGNED else limit
-            score = tl.load(scores_ptr + at + lane, mask=lane < readable, other=0.0)
-            if limit < ROWS * 4:
-                score = tl.where(lane < limit, score, float("nan"))
-            index = start + lane
-        else:
-            mask = lane < width - start
-            score = tl.load(scores_ptr + at + lane, mask=mask, other=float("nan"))
-            index = tl.load(indices_ptr + at + lane, mask=mask, other=-1)
-        if offset_ptr is not None:
-            index += tl.load(offset_ptr + row)
-        flags = choose(score, k, ROWS)
-        sums = tl.sum(flags, axis=1)
-        count = tl.sum(sums, axis=0)
-        place = tl.cumsum(sums, axis=0) - sums
-        base = row * out_stride + (task % SEGMENTS) * KEPT * out_step
-        _put(out_ptr + base, out_step, place, flags, index, ROWS)
-        filler = tl.arange(0, KEPT_BLOCK)
-        rest = filler >= count
-        if scores_out_ptr is not None:
-            _put(scores_out_ptr + base, 1, place, flags, score, ROWS)
-            none = tl.full([KEPT_BLOCK], float("nan"), tl.float32)
-            tl.store(scores_out_ptr + base + filler, none, mask=rest & (filler < KEPT))
-        elif PIN > 0:
-            newest = _blocks(tl.load(lengths_ptr + row), columns, PIN) - 1
-            pin = tl.where(filler == count, newest, -1)
-            tl.store(out_ptr + base + filler * out_step, pin, mask=rest & (filler <= k))
-        else:
-            none = tl.full([KEPT_BLOCK], -1, tl.int32)
-            tl.store(out_ptr + base + filler * out_step, none, mask=rest & (filler < k))
+MAXIMA_TILE = 8192  # columns of a program that takes maxima
+BLOCKS_TILE = 2048  # columns of a program that takes maxima of candidate blocks
 
 
 # ---------------------------------------------------------------- launching
-def _topk_tiles(rows: int, columns: int, processors: int) -> tuple[int, int]:
-    """(block, warps) of one pass: a program's scores in registers, 128 or 64 a thread.
+def _tile(many: bool, kept: int) -> int:
+    """Columns that a selecting program holds at a time, at least two for each one kept.
 
-    H200, k 512: [4096, 16384] takes 243 us with (16384, 4), 311 with (16384, 8), 325 with
-    (8192, 4). Passes that also hand scores on spill with (16384, 4): [64, 131072] takes 95 us
-    with it, 65 with (16384, 8), 58 with (8192, 4). Few rows prefer more programs.
+    H200: [64, 131072] takes 54 us with 1024, 56 with 2048, 63 with 4096; [4096, 16384] 206 us
+    with 2048, 210 with 1024, 270 with 4096 (k 512); [16, 1M] 103 us with 4096 and 115 with 2048
+    (k 2048).
     """
-    whole = columns <= 16384 and rows >= 2 * processors
-    block = min(16384 if whole else 8192, max(256, triton.next_power_of_2(columns)))
-    return block, 4 if block > 1024 else 2
+    return max(2048 if many else 1024, triton.next_power_of_2(2 * kept))
+
+
+def _segments(rows: int, columns: int, kept: int, processors: int) -> tuple[int, int]:
+    """(segments of a row, columns of each): one if rows alone fill the device.
+
+    Eight programs a processor; four if they keep many: another pass searches all they keep.
+    """
+    many = rows >= 2 * processors
+    tile = _tile(many, kept)
+    whole = max(8192, 4 * tile)
+    if many or columns <= whole:
+        return 1, columns
+    most = max(1, triton.cdiv((8 if kept <= 512 else 4) * processors, rows))
+    span = max(triton.cdiv(triton.cdiv(columns, most), tile) * tile, whole)
+    return triton.cdiv(columns, span), span
 
 
 def _readable(scores: Tensor) -> bool:
@@ -137,6 +68,29 @@ def _readable(scores: Tensor) -> bool:
     )
 
 
+def _first_maxima(scores: Tensor, lengths: Tensor, kept: int) -> Tensor:
+    """fp32 [T, M]: maxima of disjoint parts of every row, two to eight times `kept` of them."""
+    rows, columns = scores.shape
+    tiles = triton.cdiv(columns, MAXIMA_TILE)
+    wanted = (4 if kept <= 512 else 2) * kept // tiles
+    parts = max(16, min(MAXIMA_TILE // 4, 1 << (max(1, wanted).bit_length() - 1)))
+    maxima = scores.new_empty(rows, tiles * parts)
+    part_maxima_kernel[(min(rows * tiles, MAX_PROGRAMS),)](
+        scores,
+        lengths,
+        maxima,
+        rows * tiles,
+        columns,
+        tiles,
+        scores.stride(0),
+        ROWS=MAXIMA_TILE // 4,
+        PARTS=parts,
+        ALIGNED=_readable(scores),
+        num_warps=4,
+    )
+    return maxima
+
+
 def _select(
     scores: Tensor,
     lengths: Tensor,
@@ -145,42 +99,91 @@ def _select(
     out: Tensor,
     pin: int = 0,
 ) -> None:
-    """Passes of `_topk_kernel` over [T, N]; `pin` is the block size of candidate blocks, or 0."""
-    rows, columns = scores.shape
-    given, indices = scores, None
+    """Passes of `topk_kernel` over [T, N]; `pin` is the block size of candidate blocks, or 0."""
     kept = max(16, -(-k // 16) * 16)
-    processors = target(scores.device).processors
-    while True:
-        block, warps = _topk_tiles(rows, columns, processors)
-        segments = max(1, triton.cdiv(columns, block))
-        last = segments == 1
-        scores_out = None if last else scores.new_empty(rows, segments * kept)
-        to = out if last else torch.empty_like(scores_out, dtype=torch.int32)
-        _topk_kernel[(min(rows * segments, MAX_PROGRAMS),)](
-            given,
-            indices,
-            lengths,
-            offset if last else None,
-            scores_out,
-            to,
-            rows * segments,
-            scores.shape[1],
-            columns,
-            k,
-            given.stride(0),
-            to.stride(0),
-            to.stride(1),
-            SEGMENTS=segments,
-            ROWS=block // 4,
-            KEPT=kept,
-            KEPT_BLOCK=triton.next_power_of_2(kept + 1 if pin else kept),
-            PIN=pin,
-            ALIGNED=_readable(given),
-            num_warps=warps,
-        )
-        if last:
-            return
-        given, indices, columns = scores_out, to, segments * kept
+    rows, columns = scores.shape
+    segments, span = _segments(rows, columns, kept, target(scores.device).processors)
+    given = lengths, columns, k, kept, pin
+    if segments == 1:
+        _pass(scores, None, None, offset, None, out, *given)
+        return
+    best = scores.new_empty(rows, segments * kept)
+    indices = out.new_empty(best.shape)
+    maxima = _first_maxima(scores, lengths, kept)
+    _pass(scores, None, maxima, None, best, indices, *given, segments, span)
+    _pass(best, indices, None, offset, None, out, *given)
+
+
+def _topk_tiles(
+    rows: int, width: int, kept: int, for_good: bool, whole: bool, on: Target
+) -> tuple[int, int, dict[str, int]]:
+    """(columns held at a time, places of the short list or 0, num_warps and on CUDA maxnreg).
+
+    A row that fits is held as a whole and searched without a list; one warp each, where rows fill
+    the device ([4096, 2048]: 36 us, 44 with four). 96 registers: 191 us at [4096, 16384], 206 with
+    128.
+    """
+    many = rows >= 2 * on.processors
+    tile, block = _tile(many, kept), max(256, triton.next_power_of_2(width))
+    listed = triton.next_power_of_2(2 * kept if for_good else kept)
+    if whole and block <= max(tile, 2 * listed):
+        warps = 1 if many and block <= 2048 else 4 if block > 1024 else 2
+        return block, 0, {"num_warps": warps}
+    options = {"num_warps": 4}
+    if many and tile == 2048 and on.backend == "cuda":
+        options["maxnreg"] = 96
+    return tile, listed, options
+
+
+def _pass(
+    scores: Tensor,
+    indices: Tensor | None,
+    maxima: Tensor | None,
+    offset: Tensor | None,
+    scores_out: Tensor | None,
+    out: Tensor,
+    lengths: Tensor,
+    columns: int,
+    k: int,
+    kept: int,
+    pin: int,
+    segments: int = 1,
+    span: int = 0,
+) -> None:
+    """One launch: the k best of every segment, with scores for another pass or for good."""
+    rows, width = scores.shape
+    block, listed, options = _topk_tiles(
+        rows, width, kept, scores_out is None, segments == 1, target(scores.device)
+    )
+    topk_kernel[(min(rows * segments, MAX_PROGRAMS),)](
+        scores,
+        indices,
+        lengths,
+        offset,
+        maxima,
+        out.new_empty(rows * segments, listed) if listed else None,
+        scores_out,
+        out,
+        rows * segments,
+        columns,
+        width,
+        span or width,
+        k,
+        0 if maxima is None else maxima.shape[1],
+        scores.stride(0),
+        out.stride(0),
+        out.stride(1),
+        SEGMENTS=segments,
+        ROWS=block // 4,
+        KEPT=kept,
+        KEPT_BLOCK=triton.next_power_of_2(kept + 1 if pin else kept),
+        LIST=listed,
+        PARTS=0 if maxima is None else triton.next_power_of_2(maxima.shape[1]),
+        THREADS=32 * options["num_warps"],
+        PIN=pin,
+        ALIGNED=_readable(scores),
+        **options,
+    )
 
 
 def supports_topk_indices(
@@ -231,7 +234,7 @@ def candidate_blocks(scores: Tensor, lengths: Tensor, block_size: int, k: int) -
     blocks = triton.cdiv(columns, block_size)
     best = scores.new_empty(rows, max(16, -(-blocks // 16) * 16))[:, :blocks]
     size_block = triton.next_power_of_2(block_size)
-    per_tile = max(1, 2048 // size_block)
+    per_tile = max(1, BLOCKS_TILE // size_block)
     tiles = triton.cdiv(blocks, per_tile)
     if blocks:
         block_max_kernel[(min(rows * tiles, MAX_PROGRAMS),)](

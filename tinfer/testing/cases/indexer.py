@@ -21,10 +21,13 @@ Build = Callable[[int, int], KVLayout]
 Chunk = tuple[int, int, int]
 
 
-def cast_queries(g: torch.Generator, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Random packed queries whose groups differ in scale."""
+def cast_queries(
+    g: torch.Generator, tokens: int, heads: int, dim: int, spread: int = 3
+) -> tuple[Tensor, Tensor]:
+    """Random packed queries whose groups differ in scale, by up to 2^(2 spread)."""
     q = torch.randn(tokens, heads, dim, generator=g, device=g.device)
-    power = torch.randint(-3, 4, (tokens, heads, dim // 32), generator=g, device=g.device)
+    groups = tokens, heads, dim // 32
+    power = torch.randint(-spread, spread + 1, groups, generator=g, device=g.device)
     q = torch.ldexp(q, power.repeat_interleave(32, -1)).to(torch.bfloat16)
     return per_token_cast(q, "e2m1", 32, "ue8m0")
 
@@ -49,6 +52,7 @@ def _dense(
     layout: KVLayout,
     extra: int = 0,
     causal: bool = True,
+    spread: int = 3,
 ) -> Make:
     """Rows at the given positions see (position + 1) // ratio keys; `extra` columns see none.
 
@@ -65,7 +69,7 @@ def _dense(
                 lengths[s] = max(lengths[s], (first + n) // ratio)
         longest = max(lengths)
         table = block_table(g, sequences, max(1, layout.pages(longest)))
-        q, q_s = cast_queries(g, len(seq), heads, layout.dim)
+        q, q_s = cast_queries(g, len(seq), heads, layout.dim, spread)
         weights = torch.randn(len(seq), heads, generator=g, device=g.device) / heads
         visible = (torch.tensor(positions, device=g.device) + 1) // ratio
         if not causal:
@@ -141,6 +145,9 @@ def _case(op: str, name: str, make: Make, **kw: Any) -> Case:
 
 
 _MIXED: list[Chunk] = [(2, 3, 5), (-1, 0, 2), (0, 140, 3), (1, 0, 4)]
+# One token a sequence with lengths round whole tiles and pairs of tiles of 64 keys.
+_FEW: list[Chunk] = [(s, n - 1, 1) for s, n in enumerate((1, 63, 64, 65, 128, 129, 257, 400))]
+_VERIFY: list[Chunk] = [(1, 250, 6), (-1, 0, 2), (0, 60, 5), (2, 511, 1)]
 CASES = [
     _case("index_logits", "no-rows", _dense([], 1, 4, FP4(64, 16))),
     _case("index_logits", "no-columns", _dense([(0, 0, 1)], 2, 4, FP4(64, 16))),
@@ -152,6 +159,10 @@ CASES = [
     _case("index_logits", "dim32", _dense([(0, 4, 6)], 1, 2, FP4(32, 16))),
     _case("index_logits", "dim96", _dense([(0, 4, 6)], 1, 3, FP4(96, 8))),
     _case("index_logits", "page3", _dense([(0, 10, 3)], 1, 4, FP4(128, 3))),
+    _case("index_logits", "few", _dense(_FEW, 1, 32, FP4(128, 64), 40)),
+    _case("index_logits", "few-verify", _dense(_VERIFY, 1, 32, FP4(128, 128))),
+    _case("index_logits", "few-heads", _dense(_VERIFY, 2, 12, FP4(128, 64))),
+    _case("index_logits", "few-wide", _dense(_FEW, 1, 32, FP4(128, 64), spread=12)),
     _case("index_logits", "fp8", _dense(_MIXED, 1, 4, FP8(128, 16))),
     _case("index_logits", "fp8-free", _dense([(0, 10, 3)], 1, 4, _free(64, 16))),
     _case("index_logits", "mxfp8", _dense([(0, 10, 3)], 1, 4, MX(128, 16))),
