@@ -42,7 +42,10 @@ def test_parity_real(case: Case, seed: int, device: str, monkeypatch: pytest.Mon
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles(target: str) -> None:
-    check_family("indexer", target)
+    compiled = [c for c in check_family("indexer", target) if c.op == "index_logits"]
+    few = {c.kernel for c in compiled if c.case.startswith(("decode", "verify"))}
+    hopper = "_index_logits_hopper_kernel" if target == "cuda:90" else "_index_logits_kernel"
+    assert few == {hopper}
 
 
 # ---------------------------------------------------------------- the release's indexer

@@ -193,7 +193,7 @@ def supports_topk_indices(
     offset: Tensor | None = None,
     out: Tensor | None = None,
 ) -> str | None:
-    """Columns contiguous, k at most 4096."""
+    """Columns contiguous, k at most 2048."""
     if scores.dim() == 2 and scores.stride(1) != 1:
         return "columns of scores are not contiguous"
     if k > MAX_K:
