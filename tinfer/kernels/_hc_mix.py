@@ -20,7 +20,7 @@ What bounds many, at 4096 tokens on an H200 (cold, us): the boundary takes 183, 
 `_hc_enter` (its bytes copy in 99) and about 60 the product, which reads the stream once more and,
 with fn's parts for every tile of tokens, 262 MB from the L2 cache at 4.8 TB/s. One pass over the
 stream was tried with fn's parts resident in shared memory and every operand in registers, each
-program walking over tokens within a range of columns: 170 to 230 in all its forms (next operands
+program walking over tokens within a range of columns: 170 in the best of its forms (next operands
 prefetched to registers, by asynchronous copies, or to the L2 cache; 64 or 128 bytes of a row at
 a time; 8 to 16 warps a processor), and the collapse, whose norm needs all ranges, is then still
 to be normalized. Write-back and product as programs of one launch, where the product follows
