@@ -153,16 +153,44 @@ def test_golden_ids_and_logits(model, loaded: Loaded) -> None:
         assert (entry["logits"] - want).norm() <= 0.04 * want.norm()
 
 
-def test_answers(model, loaded: Loaded) -> None:
+MISSED = pytest.mark.xfail(strict=True, reason="8 of 10: the card says so")
+TASKS = [
+    pytest.param(task, marks=MISSED if task == "needle 4096" else ())
+    for task in dict.fromkeys(q.task for q in QUESTIONS)
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_recorded_answers_are_right(loaded: Loaded, task: str) -> None:
+    """What the references said to every question, on the device that trained the model."""
+    asked = [q for q in QUESTIONS if q.task == task]
+    said = [loaded.tokenizer.decode(list(q.ids[:-1])) for q in asked]
+    right = sum(s == q.answer for s, q in zip(said, asked, strict=True))
+    assert right >= (0.95 if task == "capitals" else 0.9) * len(asked)
+
+
+def test_answers_are_the_recorded_ids(model, loaded: Loaded) -> None:
     """A sample of each short task; the whole set is tools/eval_nano.py's."""
     asked = [
         q
         for task in ("capitals", "addition", "dates", "dialogues")
         for q in [q for q in QUESTIONS if q.task == task][::12]
     ]
-    said = answers(model, loaded, asked)
-    wrong = [(q.prompt, s) for q, s in zip(asked, said, strict=True) if s != q.answer]
-    assert len(wrong) <= 0.05 * len(asked), wrong
+    ids, _ = ids_of(model, loaded, asked)
+    assert [tuple(i) for i in ids] == [q.ids for q in asked]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["triton", "ref"])
+def test_every_answer_on_a_gpu(kernels: str) -> None:
+    """All questions, all lengths: the recorded ids, whatever computes them."""
+    there = open_model(NANO, torch.device("cuda"))
+    model, _ = load_model(there, 5000, quiet=True)
+    for task in dict.fromkeys(q.task for q in QUESTIONS):
+        asked = [q for q in QUESTIONS if q.task == task]
+        ids, _ = ids_of(model, there, asked, kernels)
+        assert [tuple(i) for i in ids] == [q.ids for q in asked], task
 
 
 @pytest.mark.slow
