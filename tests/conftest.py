@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,6 +39,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda" if _has_gpu() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _return_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cached GPU memory goes back after a test, so that several suites can share one card."""
+    yield
+    if "gpu" in request.keywords and _has_gpu():
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture
