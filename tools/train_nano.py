@@ -1,9 +1,9 @@
-"""Make the embedded checkpoint: `python tools/train_nano.py OUT [--budget SECONDS]`, then
-`python tools/train_nano.py OUT2 --start OUT/nano --rate 8e-4 --budget 80` for the longest texts.
+"""Make the embedded checkpoint: `python tools/train_nano.py OUT [--budget SECONDS]`.
 
 Trains the backbone with every rounding of the release in its forward pass, then the draft stages
 behind it, and writes a checkpoint in the release's format. One H200 takes some four minutes; on a
 CPU it works too, with `--tokens` and `--steps` made small. The data is generated: see tools/nano.
+`--start DIR --rate 6e-4` goes on from a checkpoint, on long rows.
 """
 
 from __future__ import annotations
