@@ -93,7 +93,7 @@ def row_masses(
     sized, grid = (logits.stride(0), columns), (rows * slices,)
     draws = {"PURPOSE": purpose, "DRAWS": keys is not None}
     whole = {"num_warps": warps, "enable_fp_fusion": False}
-    chained = {"num_warps": min(2 * warps, 8), "enable_fp_fusion": False}
+    chained = {"num_warps": max(min(2 * warps, 8), warps), "enable_fp_fusion": False}
     ranked = {"num_warps": min(2 * warps, 16), "enable_fp_fusion": False}
     tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
     _sample_stats_kernel[grid](
