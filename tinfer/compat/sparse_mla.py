@@ -162,10 +162,10 @@ def sparse_mla(
         denominator sums them unrounded; the result takes one rounding to bf16. What is rounded
         is relative to the running maximum: that of the key's block of 64 entries of the two
         lists taken as one, and of all blocks before it (a kernel that splits a list of more
-        than two blocks may let the maximum start anew in each split). A slot that is negative or beyond its
-        cache is skipped: its memory is not used, not even when it holds NaN. A slot listed
-        twice counts twice. There is no causal mask: the slots say what is visible. A row
-        without keys gives zeros. sink +inf gives zeros, -inf is no sink.
+        than two blocks may let the maximum start anew in each split). A slot that is negative
+        or beyond its cache is skipped: its memory is not used, not even when it holds NaN. A
+        slot listed twice counts twice. There is no causal mask: the slots say what is visible.
+        A row without keys gives zeros. sink +inf gives zeros, -inf is no sink.
     """
     check_sparse_mla(
         q,
