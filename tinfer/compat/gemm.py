@@ -62,8 +62,7 @@ def linear_fp8(
 
     Returns: [T, N] of `out_dtype`, contiguous.
     Raises: ValueError on a shape, TypeError on a dtype.
-    Numerics: exact products, sums in fp32, one rounding to `out_dtype`. For bf16 results a kernel
-        may leave the sum of each 32 columns, which share their scales, to fp8 tensor cores.
+    Numerics: exact products, sums in fp32, one rounding to `out_dtype`.
     Source: block-scaled fp8 GEMM of the release (32-wide groups, ue8m0 scales).
     """
     check_linear_fp8(q, s, weight, scale, out_dtype)

@@ -1,7 +1,7 @@
 """Launchers of products of few tokens, bound by reading the weight once.
 
-On Hopper, aligned e4m3 weights go through `_gemm_hopper`; everything else, and every other device,
-through `_gemm_decode`.
+On Hopper, bf16 activations meet aligned e4m3 weights in `_gemm_hopper`; everything else, and every
+other device, goes through `_gemm_decode`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def takes_few(x: Tensor, w: Tensor) -> bool:
 
 def few_tokens(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor | None, out: Tensor) -> None:
     """x [T, G, K], w [G*N, K] -> out [T, G, N], T <= FEW_TOKENS."""
-    if w_s is not None and takes_hopper(x, x_s, w, w_s, out, target(x.device)):
-        _few_on_hopper(x, x_s, w, w_s, out)
+    if x_s is None and w_s is not None and takes_hopper(x, w, w_s, target(x.device)):
+        _few_on_hopper(x, w, w_s, out)
     else:
         _few_anywhere(x, x_s, w, w_s, out)
 
@@ -119,79 +119,53 @@ class HopperTiles:
         return (steps - 2) // self.units + 2
 
 
-def hopper_tiles(tokens: int, n: int, k: int, coded: bool, processors: int) -> HopperTiles:
-    """Tiles of 64 rows, or of 128 where many tokens share the scales of a step and there is enough
-    of them. A tile a program where that keeps the device busy; otherwise all processors get the
-    same number of steps, `resident` programs each; up to 17 share a tile.
+def hopper_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
+    """Tiles of 64 rows. A tile a program where that keeps the device busy; otherwise all
+    processors get the same number of steps, `resident` programs each; up to 17 share a tile.
 
-    H200, cold, us: (25600, 6144), 64 tokens: 128 rows in equal shares 66.1, a tile a program 68.8,
-    64 rows 88.0; (4608, 5120): 128 rows 23.2, 64 rows 19.6. bf16 (8 x 1024, 4096), 16 tokens in a
-    graph: 4 a processor, 3 stages 13.0, 3 and 4 15.2.
+    H200, us in a graph: (8 x 1024, 4096), 16 tokens: 4 a processor, 3 stages 13.0, 3 and 4 15.2.
     """
-    tile, steps = max(8, triton.next_power_of_2(tokens)), k // _STEP
-    tall = coded and tile > 32 and triton.cdiv(n, 128) >= processors
-    rows, stages = (128 if tall else 64), (3 if tile > 32 or not coded else 4)
-    resident = 2 if tall else 4 if tile <= 16 and not coded else 3
+    rows, tile, steps = 64, max(8, triton.next_power_of_2(tokens)), k // _STEP
+    resident = 4 if tile <= 16 else 3
     tiles, slots = triton.cdiv(n, rows), resident * processors
     whole = tiles >= 2 * processors if tile <= 32 else 0.9 * slots <= tiles <= slots
     fair = max(triton.cdiv(tiles * steps, slots), triton.cdiv(steps, 16))
     units = steps if whole else min(steps, fair)
-    programs = triton.cdiv(tiles * steps, units)
-    return HopperTiles(rows, tile, stages, 4, units, programs, units == steps)
+    return HopperTiles(rows, tile, 3, 4, units, triton.cdiv(tiles * steps, units), units == steps)
 
 
-def takes_hopper(
-    x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor, out: Tensor, device: Target
-) -> bool:
-    """Whether `_gemm_hopper` takes the call: K in whole steps, rows of whole copies."""
+def takes_hopper(x: Tensor, w: Tensor, w_s: Tensor, device: Target) -> bool:
+    """Whether `_gemm_hopper` takes the call: K in whole steps, groups of whole tiles, rows of
+    whole copies."""
     if device.backend != "cuda" or device.arch != 90 or _TRITON < (3, 6):
         return False
-    if out.dtype != torch.bfloat16 or x.shape[2] % _STEP:
+    if x.shape[2] % _STEP or w.shape[0] // x.shape[1] % 64:
         return False
     if any(v.storage_offset() * v.element_size() % 16 for v in (x, w)):
         return False
-    if x_s is None:
-        return w.shape[0] // x.shape[1] % 64 == 0 and _at_words(w_s)
-    return _at_words(x_s) and _at_words(w_s)
+    return w_s.storage_offset() % 4 == 0 and aligned(w_s, 4)
 
 
-def _at_words(scale: Tensor) -> bool:
-    return scale.storage_offset() % 4 == 0 and aligned(scale, 4)
+def _few_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
+    from tinfer.kernels._gemm_hopper import _grouped_hopper_kernel
 
-
-def _few_on_hopper(x: Tensor, x_s: Tensor | None, w: Tensor, w_s: Tensor, out: Tensor) -> None:
     tokens, groups, k = x.shape
     n = w.shape[0]
     device = target(x.device)
-    tiles = hopper_tiles(tokens, n, k, x_s is not None, device.processors)
+    tiles = hopper_tiles(tokens, n, k, device.processors)
     parts, count = out, triton.cdiv(n, tiles.rows)
     if not tiles.whole:
         slots = tiles.programs + count
         parts = torch.empty(slots * tiles.rows * tiles.tokens, dtype=torch.float32, device=x.device)
     options = {"ROWS": tiles.rows, "TOKENS": tiles.tokens}
-    more = {"STAGES": tiles.stages, "WHOLE": tiles.whole, "WARPS": tiles.warps}
-    grid = (tiles.programs,)
-    if x_s is not None:
-        from tinfer.kernels._gemm_hopper import _linear_hopper_kernel
-
-        strides = (x.stride(0), x_s.stride(0), w.stride(0), w_s.stride(0))
-        _linear_hopper_kernel[grid](
-            x, x_s, w, w_s, out, parts, tokens, n, k, *strides, tiles.units,
-            **options, **more, num_warps=tiles.warps,
-        )  # fmt: skip
-    else:
-        from tinfer.kernels._gemm_hopper_bf16 import _grouped_hopper_kernel
-
-        strides = (x.stride(0), w.stride(0), w_s.stride(0))
-        _grouped_hopper_kernel[grid](
-            x, w, w_s, out, parts, tokens, n, k, n // groups, *strides, tiles.units,
-            **options, **more, num_warps=tiles.warps,
-        )  # fmt: skip
+    _grouped_hopper_kernel[(tiles.programs,)](
+        x, w, w_s, out, parts, tokens, n, k, n // groups,
+        x.stride(0), w.stride(0), w_s.stride(0), tiles.units,
+        **options, STAGES=tiles.stages, WHOLE=tiles.whole, WARPS=tiles.warps,
+        num_warps=tiles.warps,
+    )  # fmt: skip
     if not tiles.whole:
-        # An early start pays while the addition is short: (4608, 5120), 16 tokens 14.9 instead of
-        # 18.1 us; (5120, 8192), 64 tokens 29.2 instead of 27.5.
-        early = device.chains_launches and (x_s is None or tiles.tokens <= 32)
-        steps = k // _STEP
+        steps, early = k // _STEP, device.chains_launches
         _add_parts_kernel[(count * tiles.tokens // 8,)](
             parts, out, tokens, n, steps, tiles.units, MOST=tiles.sharers(steps),
             EARLY=early, **options, num_warps=2, **({"launch_pdl": True} if early else {}),
