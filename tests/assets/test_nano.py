@@ -153,14 +153,7 @@ def test_golden_ids_and_logits(model, loaded: Loaded) -> None:
         assert (entry["logits"] - want).norm() <= 0.04 * want.norm()
 
 
-MISSED = pytest.mark.xfail(strict=True, reason="8 of 10: the card says so")
-TASKS = [
-    pytest.param(task, marks=MISSED if task == "needle 4096" else ())
-    for task in dict.fromkeys(q.task for q in QUESTIONS)
-]
-
-
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", dict.fromkeys(q.task for q in QUESTIONS))
 def test_recorded_answers_are_right(loaded: Loaded, task: str) -> None:
     """What the references said to every question, on the device that trained the model."""
     asked = [q for q in QUESTIONS if q.task == task]
