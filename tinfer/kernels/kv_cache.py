@@ -175,6 +175,14 @@ def _rows_per_program(padded_dim: int, rows: int, value: str) -> int:
     return max(1, (512 if value == "e2m1" else 1024) // padded_dim)
 
 
+def _rows_of_a_load(padded_dim: int, rows: int, value: str) -> tuple[int, int]:
+    """(rows, warps) of a program that loads. H200, 40,960 rows of 512 channels: e2m1 take 18.1 us
+    with 4 rows and 4 warps, 29.2 with one; e4m3 22.4 and 20.1."""
+    if value == "e2m1":
+        return max(1, 2048 // padded_dim), 4
+    return _rows_per_program(padded_dim, rows, value), 1
+
+
 def _grid(rows: int, per_program: int) -> tuple[int]:
     return (min(triton.cdiv(rows, per_program), MAX_PROGRAMS),)
 
@@ -285,7 +293,7 @@ def load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> Tensor:
     if not slots.numel():
         return out
     pages = _cache_view(cache, layout)
-    rows = _rows_per_program(triton.next_power_of_2(layout.dim), slots.numel(), layout.value)
+    rows, warps = _rows_of_a_load(triton.next_power_of_2(layout.dim), slots.numel(), layout.value)
     _load_kv_kernel[_grid(slots.numel(), rows)](
         pages,
         slots.contiguous(),
@@ -293,7 +301,7 @@ def load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> Tensor:
         slots.numel(),
         pages.stride(0),
         ROWS=rows,
-        num_warps=1,
+        num_warps=warps,
         **_layout_arguments(layout),
     )
     return out
