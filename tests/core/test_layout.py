@@ -74,6 +74,29 @@ def test_kernels_import_only_contracts(path: Path) -> None:
     assert _imports(path) <= allowed
 
 
+def _imported_first(path: Path) -> set[str]:
+    """Modules that a file imports as soon as it is imported itself."""
+    tree = ast.parse(path.read_text())
+    return {n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom)}
+
+
+def test_vendor_parts_of_triton_load_only_where_they_are_used() -> None:
+    """A fork without Gluon or without CUDA's library can still load every portable kernel."""
+    files = sorted((PACKAGE / "kernels").glob("*.py"))
+    vendor = ("triton.experimental", "triton.language.extra")
+    special = {
+        f"tinfer.kernels.{p.stem}"
+        for p in files
+        if any(m.startswith(vendor) for m in _imported_first(p))
+    }
+    assert special
+    for path in files:
+        if f"tinfer.kernels.{path.stem}" not in special:
+            assert not _imported_first(path) & special, path.name
+    families = {op.family for op in registry.OPS.values() if op.has_kernel}
+    assert not {f"tinfer.kernels.{f}" for f in families} & special
+
+
 def test_everything_belongs_to_a_layer() -> None:
     known = {*RANK, "kernels", "testing", "bringup", "assets", "__init__"}
     found = {_layer(p) for p in PACKAGE.rglob("*.py")}

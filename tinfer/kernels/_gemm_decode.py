@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from tinfer.kernels._gemm_stream import streamed, warp_lanes
 from tinfer.kernels._gemm_tile import lane_index, token_index
@@ -126,7 +125,7 @@ def _add_parts_kernel(
     """Eight tokens of a tile. EARLY: this kernel may start before the one that writes the parts is
     done, and waits for it."""
     if EARLY:
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     tile, eight = tl.program_id(0) // (TOKENS // 8), tl.program_id(0) % (TOKENS // 8)
     row, token = tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
     program = tile * steps // units

@@ -20,8 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tinfer.kernels._target import Target
-
 COPIES = gl.constexpr(4)
 TOKENS = gl.constexpr(16)
 COLUMNS = gl.constexpr(32)
@@ -188,11 +186,6 @@ def _hc_few_kernel(
     if COLLAPSE:
         square_x = _collapse(value, pre, x, first_token, rows, first, width)
         _store_row(partial, square_x, ranges * WIDTH, 25)
-
-
-def supports_few(copies: int, width: int, device: Target) -> bool:
-    """Whether `few` runs there."""
-    return device.backend == "cuda" and copies == 4 and width % 32 == 0
 
 
 def few(

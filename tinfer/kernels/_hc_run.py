@@ -14,7 +14,6 @@ from torch import Tensor
 from tinfer.compat.hyper_connection import mix_rows
 from tinfer.kernels._call import MAX_PROGRAMS
 from tinfer.kernels._hc_enter import enter
-from tinfer.kernels._hc_few import few, supports_few
 from tinfer.kernels._hc_mix import (
     _hc_dots_kernel,
     _hc_finish_kernel,
@@ -27,6 +26,7 @@ from tinfer.kernels.norm_rope import split_width
 Mixes = tuple[Tensor, Tensor, Tensor]
 
 
+_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 FEW_TOKENS = 128  # up to here one kernel does all but the last step
 # Up to here the kernel that stays in registers, whose programs take 32 columns. The boundary in a
 # graph on an H200: 8.2 us at 16 tokens; at 64 tokens 15.7, the other kernel 13.0.
@@ -94,13 +94,22 @@ def _partial(stream: Tensor, splits: int) -> tuple[Tensor, int, int]:
     return torch.empty(shape, dtype=torch.float32, device=stream.device), count, width
 
 
+def _in_registers(rows: int, copies: int, width: int, device: Target) -> bool:
+    """Whether `_hc_few` takes the call."""
+    if device.backend != "cuda" or _TRITON < (3, 6):
+        return False
+    return rows <= REGISTER_TOKENS and copies == 4 and width % 32 == 0
+
+
 def _few(
     stream: Tensor, fn: Tensor, written: Written | None, collapsed: Collapsed | None
 ) -> Tensor:
     """Partial results; writes new and, not yet normalized, x."""
     rows, copies, width = stream.shape
     device = target(stream.device)
-    if rows <= REGISTER_TOKENS and supports_few(copies, width, device):
+    if _in_registers(rows, copies, width, device):
+        from tinfer.kernels._hc_few import few
+
         partial, _, _ = _partial(stream, width // 32)
         few(stream, fn, partial, written, collapsed and collapsed[:2], device.chains_launches)
         return partial

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from tinfer.kernels._jit import to_bf16
 from tinfer.kernels._sparse_mla_forward import LOG2E
@@ -24,7 +23,7 @@ def _sparse_mla_combine_kernel(
     """One program = one head of one token; part_* are [rows, splits, ...]. EARLY: this kernel
     may start before the one that writes the parts is done, and waits for it."""
     if EARLY:
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_V)
