@@ -56,7 +56,8 @@ class Engine:
     def __init__(
         self, model: Model, size: CacheSize, trace: Trace = no_trace, drafts: bool = False
     ) -> None:
-        assert model.dspark is not None or not drafts
+        if drafts and model.dspark is None:
+            raise ValueError("engine: drafts must be False: the model has no draft stages")
         self.model, self.size, self.trace, self.drafts = model, size, trace, drafts
         self.decode_steps = self.decoded = 0  # of one sequence each; tokens that came of them
         self.cache = Cache(model.config, size, model.device)

@@ -127,3 +127,10 @@ def test_cancelled_within_a_step(model) -> None:
         if len(found) == 4:
             engine.cancel(0)
     assert found == ids(free)[:4]
+
+
+def test_drafts_need_draft_stages() -> None:
+    without = load_model(ROOT / "models" / "text_plain")
+    assert without.dspark is None
+    with pytest.raises(ValueError, match="engine: drafts must be False"):
+        Engine(without, CacheSize(1, 64, 8, 16), drafts=True)
