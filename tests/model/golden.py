@@ -19,7 +19,7 @@ from tinfer.model.engram_hash import compressed_token_map
 
 ROOT = Path(__file__).parents[1] / "data" / "golden"
 sys.path.insert(0, str(ROOT))
-from check_golden import Golden, ModelRun, compare  # noqa: E402
+from check_golden import Golden, ModelRun, compare, errors  # noqa: E402
 
 __all__ = [
     "ROOT",
@@ -27,6 +27,7 @@ __all__ = [
     "GoldenRun",
     "ModelRun",
     "compare",
+    "errors",
     "golden_runs",
     "load_model",
     "token_map",
