@@ -16,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.kernels._call import MAX_PROGRAMS
-from tinfer.kernels._jit import to_bf16, to_fp32
-from tinfer.kernels._round import round_bf16_packed
+from tinfer.kernels._jit import to_fp32
+from tinfer.kernels._round import pairs_to_bf16, pairs_to_fp32
 from tinfer.kernels._target import target
 
 MAX_WIDTH = 16384  # columns of a collapse that one program still holds in registers
 
 
 @triton.jit
-def _read(x, at, mask):
-    return to_fp32(tl.load(x + at, mask=mask, other=0.0))
+def _read(x, at, mask, NATIVE: tl.constexpr):
+    return pairs_to_fp32(tl.load(x + at, mask=mask, other=0.0), NATIVE)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,28 +51,31 @@ def _hc_enter_kernel(
             inside = column < width
             copies = ()
             for j in tl.static_range(C):
-                copies = copies + (_read(stream, first + j * width + column, inside),)
+                copies = copies + (_read(stream, first + j * width + column, inside, NATIVE),)
             if POST:
-                output = _read(y, row * width + column, inside)
+                output = _read(y, row * width + column, inside, NATIVE)
             for k in tl.static_range(C):
                 value = copies[k]
                 if POST:
                     value = post_k[k] * output
                     for j in tl.static_range(C):
                         value += comb_jk[j * C + k] * copies[j]
-                    value = round_bf16_packed(value, NATIVE)
-                    tl.store(new + first + k * width + column, to_bf16(value), mask=inside)
+                    half = pairs_to_bf16(value, NATIVE)
+                    tl.store(new + first + k * width + column, half, mask=inside)
+                    value = pairs_to_fp32(half, NATIVE)
                 part = pre_k[k] * value if k == 0 else part + pre_k[k] * value  # noqa: F821
-            part = round_bf16_packed(part, NATIVE)
+            half = pairs_to_bf16(part, NATIVE)
+            part = pairs_to_fp32(half, NATIVE)
             squares += part * part
-            collapse = collapse + (part,)
+            collapse = collapse + (half,)
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / width + eps)
         for block in tl.static_range(BLOCKS):
             column = block * BLOCK + tl.arange(0, BLOCK)
-            value = collapse[block] * rstd
+            value = pairs_to_fp32(collapse[block], NATIVE) * rstd
             if HAS_WEIGHT:
-                value = _read(weight, column, column < width) * value
-            tl.store(x + row * width + column, to_bf16(value), mask=column < width)
+                value = to_fp32(tl.load(weight + column, mask=column < width, other=0.0)) * value
+            out = pairs_to_bf16(value, NATIVE)
+            tl.store(x + row * width + column, out, mask=column < width)
 
 
 def _enter_tiles(width: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tinfer.kernels._jit import round_bf16
+from tinfer.kernels._jit import round_bf16, to_bf16, to_fp32
 
 _PACKED = tl.constexpr(
     "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2;"
@@ -32,3 +32,26 @@ def round_bf16_packed(x, NATIVE: tl.constexpr):
         )
         return bits.to(tl.float32, bitcast=True)
     return round_bf16(x)
+
+
+@triton.jit
+def pairs_to_bf16(x, NATIVE: tl.constexpr):
+    """fp32 -> bf16 as `to_bf16`, two values an instruction, which is not done twice where the
+    result is stored and, by `pairs_to_fp32`, also computed with. NATIVE: PTX of sm_80 on."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return to_bf16(x)
+
+
+@triton.jit
+def pairs_to_fp32(x, NATIVE: tl.constexpr):
+    """bf16 -> fp32, exact."""
+    if NATIVE:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x],
+            dtype=tl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+        return bits.to(tl.float32, bitcast=True)
+    return to_fp32(x)
