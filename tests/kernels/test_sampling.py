@@ -92,7 +92,7 @@ def tokens_of(
     seeds = torch.full((rows,), seed, dtype=torch.int64, device=device)
     at = torch.tensor(positions, dtype=torch.int64, device=device)
     tokens, status = ops.sample(logits, **p, seeds=seeds, positions=at)
-    return [int(t) for t in tokens], [int(s) for s in status]
+    return tokens.tolist(), status.tolist()
 
 
 def stream_word(number: int) -> Tensor:

@@ -29,12 +29,16 @@ MAX_SLICES = 64
 SAMPLE = 4096  # logits of a row that tell where its cut is
 
 
-def _sample_tiles(rows: int, columns: int) -> tuple[int, int, int, int]:
-    """(columns of a slice, warps of its program, columns of a tile, warps where it loops)."""
-    block = 2048 if rows <= 8 else 4096
+def _sample_tiles(rows: int, columns: int, may_cut: bool) -> tuple[int, int, int, int]:
+    """(columns of a slice, warps of its program, columns of a tile, warps where it loops).
+
+    Without cuts the passes that loop are over few rows: short programs are done sooner.
+    """
+    many = rows > 8
+    block = 4096 if many and may_cut else 2048
     block = max(block, triton.next_power_of_2(triton.cdiv(columns, MAX_SLICES)))
     block = min(block, triton.next_power_of_2(columns))
-    tile = min(block, 512)
+    tile = min(block, 1024 if many and not may_cut else 512)
     return block, max(min(block // 512, 16), 1), tile, max(tile // 128, 1)
 
 
@@ -72,7 +76,7 @@ def row_masses(
     on the way; the record's mode says which are left. Without `may_cut` nothing closes records.
     """
     rows, columns = logits.shape
-    block, warps, tile, tile_warps = _sample_tiles(rows, columns)
+    block, warps, tile, tile_warps = _sample_tiles(rows, columns, may_cut)
     slices = triton.cdiv(columns, block)
     sample_size = min(SAMPLE, triton.next_power_of_2(columns))
     sizes = {"SLICES": slices, "PADDED": triton.next_power_of_2(slices), "BLOCK": block}
