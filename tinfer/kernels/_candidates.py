@@ -51,7 +51,7 @@ def candidate_lengths_kernel(
     tl.store(out_ptr + at, tl.where(length > 0, compact, 0), mask=at < total)
 
 
-@triton.jit(do_not_specialize=["total", "k", "blocks"])
+@triton.jit(do_not_specialize=["total", "blocks"])
 def restore_candidates_kernel(
     ids_ptr,  # int32 [T, k]
     blocks_ptr,  # int32 [T, nb]

@@ -178,6 +178,19 @@ def _list(
     return count
 
 
+@triton.jit
+def _kept_places(counts_at, SEGMENTS: tl.constexpr, KEPT: tl.constexpr, LIST: tl.constexpr):
+    """(how many pairs the segments of a row kept, int32 [LIST // 4, 4]: where the first lie)."""
+    place = 4 * tl.arange(0, LIST // 4)[:, None] + tl.arange(0, 4)[None, :]
+    column = place
+    count = tl.zeros((), tl.int32)
+    for segment in tl.range(0, SEGMENTS, loop_unroll_factor=16):
+        kept = tl.load(counts_at + segment)
+        count += kept
+        column += tl.where(place >= count, KEPT - kept, 0)
+    return count, column
+
+
 @triton.jit(do_not_specialize=["tasks", "columns", "tiles"])
 def part_maxima_kernel(
     scores_ptr,  # fp32 [T, N]
@@ -214,6 +227,7 @@ def topk_kernel(
     offset_ptr,  # int32 [T] or None
     maxima_ptr,  # fp32 [T, maxima] maxima of disjoint parts of the row, or None
     list_ptr,  # int32 [tasks, LIST], scratch, or None
+    counts_ptr,  # int32 [T, segments]: how many pairs each segment kept, or None
     scores_out_ptr,  # fp32 [T, SEGMENTS * KEPT] for the next pass, or None
     out_ptr,  # int32 [T, k], or indices for the next pass
     tasks,
@@ -226,6 +240,7 @@ def topk_kernel(
     out_stride,
     out_step,
     SEGMENTS: tl.constexpr,
+    BEFORE: tl.constexpr,  # segments of the pass before, or 0
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     KEPT_BLOCK: tl.constexpr,
@@ -248,18 +263,25 @@ def topk_kernel(
         if LIST > 0:
             if maxima_ptr is not None:
                 least = reached(load_maxima(maxima_ptr + row * maxima, maxima, PARTS), k)
-            elif indices_ptr is None:
+            elif BEFORE == 0:
                 least = reached(_tile_maxima(scores_at, begin, stop, ROWS, ALIGNED), k)
             else:
                 least = tl.full((), float("-inf"), tl.float32)
             MOST: tl.constexpr = LIST if scores_out_ptr is None else KEPT
             list_at = list_ptr + (tl.zeros((), tl.int64) + task) * LIST
-            count = _list(
-                scores_at, list_at, begin, stop, least, k, MOST, ROWS, LIST, THREADS, ALIGNED
-            )
-            tl.debug_barrier()
             place = 4 * tl.arange(0, LIST // 4)[:, None] + tl.arange(0, 4)[None, :]
-            column = tl.load(list_at + place, mask=place < count, other=0)
+            column = place
+            count = tl.zeros((), tl.int32) + (LIST + 1)
+            if BEFORE > 0:
+                count, column = _kept_places(counts_ptr + row * BEFORE, BEFORE, KEPT, LIST)
+            if count > LIST:
+                count = _list(
+                    scores_at, list_at, begin, stop, least, k, MOST, ROWS, LIST, THREADS, ALIGNED
+                )
+                tl.debug_barrier()
+                column = tl.load(list_at + place, mask=place < count, other=0)
+            if scores_out_ptr is not None:
+                tl.store(counts_ptr + task, count)
             score = tl.load(scores_at + column, mask=place < count, other=float("nan"))
         else:
             column = begin + 4 * tl.arange(0, ROWS)[:, None] + tl.arange(0, 4)[None, :]

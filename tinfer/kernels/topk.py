@@ -27,7 +27,6 @@ from tinfer.kernels._topk_rows import part_maxima_kernel, topk_kernel
 
 MAX_PROGRAMS = 65535
 MAX_K = 2048
-MAXIMA_TILE = 8192  # columns of a program that takes maxima
 BLOCKS_TILE = 2048  # columns of a program that takes maxima of candidate blocks
 
 
@@ -45,15 +44,17 @@ def _tile(many: bool, kept: int) -> int:
 def _segments(rows: int, columns: int, kept: int, processors: int) -> tuple[int, int]:
     """(segments of a row, columns of each): one if rows alone fill the device.
 
-    Eight programs a processor; four if they keep many: another pass searches all they keep.
+    Eight programs a processor; four if they keep many. H200, [1, 131072]: segments of 4096
+    columns take 20 us, 23 with 8192, 20 with 2048; [8, 131072], k 2048: 28 with 8192, 32 with
+    16384.
     """
     many = rows >= 2 * processors
     tile = _tile(many, kept)
-    whole = max(8192, 4 * tile)
-    if many or columns <= whole:
+    if many or columns <= max(8192, 4 * tile):
         return 1, columns
     most = max(1, triton.cdiv((8 if kept <= 512 else 4) * processors, rows))
-    span = max(triton.cdiv(triton.cdiv(columns, most), tile) * tile, whole)
+    least = 4 if kept <= 512 else 2
+    span = max(triton.cdiv(triton.cdiv(columns, most), tile), least) * tile
     return triton.cdiv(columns, span), span
 
 
@@ -68,12 +69,18 @@ def _readable(scores: Tensor) -> bool:
     )
 
 
+def _maxima_tile(columns: int) -> int:
+    """Columns of a program that takes maxima."""
+    return 4096 if columns <= 131072 else 8192
+
+
 def _first_maxima(scores: Tensor, lengths: Tensor, kept: int) -> Tensor:
     """fp32 [T, M]: maxima of disjoint parts of every row, two to eight times `kept` of them."""
     rows, columns = scores.shape
-    tiles = triton.cdiv(columns, MAXIMA_TILE)
+    tile = _maxima_tile(columns)
+    tiles = triton.cdiv(columns, tile)
     wanted = (4 if kept <= 512 else 2) * kept // tiles
-    parts = max(16, min(MAXIMA_TILE // 4, 1 << (max(1, wanted).bit_length() - 1)))
+    parts = max(16, min(tile // 4, 1 << (max(1, wanted).bit_length() - 1)))
     maxima = scores.new_empty(rows, tiles * parts)
     part_maxima_kernel[(min(rows * tiles, MAX_PROGRAMS),)](
         scores,
@@ -83,7 +90,7 @@ def _first_maxima(scores: Tensor, lengths: Tensor, kept: int) -> Tensor:
         columns,
         tiles,
         scores.stride(0),
-        ROWS=MAXIMA_TILE // 4,
+        ROWS=tile // 4,
         PARTS=parts,
         ALIGNED=_readable(scores),
         num_warps=4,
@@ -105,39 +112,46 @@ def _select(
     segments, span = _segments(rows, columns, kept, target(scores.device).processors)
     given = lengths, columns, k, kept, pin
     if segments == 1:
-        _pass(scores, None, None, offset, None, out, *given)
+        _pass(scores, None, None, None, offset, None, out, *given)
         return
     best = scores.new_empty(rows, segments * kept)
     indices = out.new_empty(best.shape)
+    counts = lengths.new_empty(rows, segments)
     maxima = _first_maxima(scores, lengths, kept)
-    _pass(scores, None, maxima, None, best, indices, *given, segments, span)
-    _pass(best, indices, None, offset, None, out, *given)
+    _pass(scores, None, counts, maxima, None, best, indices, *given, segments, span)
+    _pass(best, indices, counts, None, offset, None, out, *given)
 
 
 def _topk_tiles(
-    rows: int, width: int, kept: int, for_good: bool, whole: bool, on: Target
+    rows: int, width: int, kept: int, for_good: bool, segments: int, on: Target
 ) -> tuple[int, int, dict[str, int]]:
     """(columns held at a time, places of the short list or 0, num_warps and on CUDA maxnreg).
 
     A row that fits is held as a whole and searched without a list; one warp each, where rows fill
     the device ([4096, 2048]: 36 us, 44 with four). 96 registers: 191 us at [4096, 16384], 206 with
-    128.
+    128. Of segments, a few are done soonest by eight warps ([1, 131072]: 18 us, 19 with four);
+    64 registers let eight programs of four run at a time ([64, 131072]: 52 us, 56 with more).
     """
     many = rows >= 2 * on.processors
     tile, block = _tile(many, kept), max(256, triton.next_power_of_2(width))
     listed = triton.next_power_of_2(2 * kept if for_good else kept)
-    if whole and block <= max(tile, 2 * listed):
+    if segments == 1 and block <= max(tile, 2 * listed):
         warps = 1 if many and block <= 2048 else 4 if block > 1024 else 2
         return block, 0, {"num_warps": warps}
+    if not for_good and rows * segments <= 2 * on.processors:
+        return 2048, listed, {"num_warps": 8}
     options = {"num_warps": 4}
-    if many and tile == 2048 and on.backend == "cuda":
+    if on.backend == "cuda" and many and tile == 2048:
         options["maxnreg"] = 96
+    elif on.backend == "cuda" and not for_good and kept <= 512:
+        options["maxnreg"] = 64
     return tile, listed, options
 
 
 def _pass(
     scores: Tensor,
     indices: Tensor | None,
+    counts: Tensor | None,
     maxima: Tensor | None,
     offset: Tensor | None,
     scores_out: Tensor | None,
@@ -153,7 +167,7 @@ def _pass(
     """One launch: the k best of every segment, with scores for another pass or for good."""
     rows, width = scores.shape
     block, listed, options = _topk_tiles(
-        rows, width, kept, scores_out is None, segments == 1, target(scores.device)
+        rows, width, kept, scores_out is None, segments, target(scores.device)
     )
     topk_kernel[(min(rows * segments, MAX_PROGRAMS),)](
         scores,
@@ -162,6 +176,7 @@ def _pass(
         offset,
         maxima,
         out.new_empty(rows * segments, listed) if listed else None,
+        counts,
         scores_out,
         out,
         rows * segments,
@@ -174,6 +189,7 @@ def _pass(
         out.stride(0),
         out.stride(1),
         SEGMENTS=segments,
+        BEFORE=0 if indices is None or counts is None else counts.shape[1],
         ROWS=block // 4,
         KEPT=kept,
         KEPT_BLOCK=triton.next_power_of_2(kept + 1 if pin else kept),
