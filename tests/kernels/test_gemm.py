@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -153,14 +154,17 @@ def _covered(tiles: _gemm_few.HopperTiles, count: int, steps: int) -> dict[int, 
     return owners
 
 
+@pytest.mark.parametrize("plan", [_gemm_few.hopper_tiles, _gemm_few.linear_tiles])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64])
-def test_hopper_tiles_deal_out_every_step(tokens: int, seed: int) -> None:
+def test_hopper_tiles_deal_out_every_step(
+    plan: Callable[[int, int, int, int], _gemm_few.HopperTiles], tokens: int, seed: int
+) -> None:
     """Every tile has its programs, each share a place of its own, and `sharers` is enough."""
     draw = random.Random(seed)
     sizes = [(32768, 1280), (5120, 8192), (25600, 6144), (4608, 5120), (64, 128), (65, 8192)]
     sizes += [(draw.randrange(1, 9000), 128 * draw.randrange(1, 70)) for _ in range(50)]
     for n, k in sizes:
-        tiles = _gemm_few.hopper_tiles(tokens, n, k, 132)
+        tiles = plan(tokens, n, k, 132)
         count, steps = -(-n // tiles.rows), k // 128
         owners = _covered(tiles, count, steps)
         assert sorted(owners) == list(range(count))

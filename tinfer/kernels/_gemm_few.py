@@ -1,7 +1,7 @@
 """Launchers of products of few tokens, bound by reading the weight once.
 
-On Hopper, bf16 activations meet aligned e4m3 weights in `_gemm_hopper`; everything else, and every
-other device, goes through `_gemm_decode`.
+On Hopper, aligned e4m3 weights meet bf16 activations in `_gemm_hopper` and e4m3 ones in
+`_gemm_hopper_linear`; everything else, and every other device, goes through `_gemm_decode`.
 """
 
 from __future__ import annotations
@@ -134,6 +134,22 @@ def hopper_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
     return HopperTiles(rows, tile, 3, 4, units, triton.cdiv(tiles * steps, units), units == steps)
 
 
+def linear_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
+    """Tiles for e4m3 activations: all processors get the same number of steps, at most a tile's.
+
+    All tokens come from L2 anew for every tile of rows, T * 2 / rows bytes for each of the weight,
+    so many tokens want tall tiles. H200, cold, us, 64 tokens, 64 and 128 rows: (32768, 1280) 29.4
+    and 25.1, (25600, 6144) 86.7 and 70.5. 32 tokens, 3 and 4 stages: (25600, 6144) 61.4 and 71.9.
+    """
+    tile, steps = max(8, triton.next_power_of_2(tokens)), k // _STEP
+    rows, resident = (128, 2) if tile > 32 and n % 128 == 0 else (64, 3)
+    tiles = triton.cdiv(n, rows)
+    fair = max(triton.cdiv(tiles * steps, resident * processors), triton.cdiv(steps, 16))
+    units, stages = min(steps, fair), 4 if tile <= 16 else 3
+    programs = triton.cdiv(tiles * steps, units)
+    return HopperTiles(rows, tile, stages, 4, units, programs, units == steps)
+
+
 def takes_hopper(x: Tensor, w: Tensor, w_s: Tensor, device: Target) -> bool:
     """Whether `_gemm_hopper` takes the call: K in whole steps, groups of whole tiles, rows of
     whole copies."""
@@ -153,10 +169,7 @@ def _few_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
     n = w.shape[0]
     device = target(x.device)
     tiles = hopper_tiles(tokens, n, k, device.processors)
-    parts, count = out, triton.cdiv(n, tiles.rows)
-    if not tiles.whole:
-        slots = tiles.programs + count
-        parts = torch.empty(slots * tiles.rows * tiles.tokens, dtype=torch.float32, device=x.device)
+    parts = _room_for_parts(tiles, n, out)
     options = {"ROWS": tiles.rows, "TOKENS": tiles.tokens}
     _grouped_hopper_kernel[(tiles.programs,)](
         x, w, w_s, out, parts, tokens, n, k, n // groups,
@@ -164,9 +177,42 @@ def _few_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
         **options, STAGES=tiles.stages, WHOLE=tiles.whole, WARPS=tiles.warps,
         num_warps=tiles.warps,
     )  # fmt: skip
-    if not tiles.whole:
-        steps, early = k // _STEP, device.chains_launches
-        _add_parts_kernel[(count * tiles.tokens // 8,)](
-            parts, out, tokens, n, steps, tiles.units, MOST=tiles.sharers(steps),
-            EARLY=early, **options, num_warps=2, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+    _add_parts(tiles, parts, out, tokens, n, k // _STEP, device)
+
+
+def linear_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
+    """x bf16 [T, K] in order "e4m3", T <= FEW_TOKENS, just written by a launch that lets the next
+    one start early; w [N, K] -> out [T, N]."""
+    from tinfer.kernels._gemm_hopper_linear import _linear_hopper_kernel
+
+    tokens, k = x.shape
+    n = w.shape[0]
+    device = target(x.device)
+    tiles = linear_tiles(tokens, n, k, device.processors)
+    parts = _room_for_parts(tiles, n, out)
+    _linear_hopper_kernel[(tiles.programs,)](
+        x, w, w_s, out, parts, tokens, n, k, x.stride(0), w.stride(0), w_s.stride(0), tiles.units,
+        ROWS=tiles.rows, TOKENS=tiles.tokens, STAGES=tiles.stages, WHOLE=tiles.whole,
+        WARPS=tiles.warps, num_warps=tiles.warps, launch_pdl=True,
+    )  # fmt: skip
+    _add_parts(tiles, parts, out, tokens, n, k // _STEP, device)
+
+
+def _room_for_parts(tiles: HopperTiles, n: int, out: Tensor) -> Tensor:
+    if tiles.whole:
+        return out
+    elements = (tiles.programs + triton.cdiv(n, tiles.rows)) * tiles.rows * tiles.tokens
+    return torch.empty(elements, dtype=torch.float32, device=out.device)
+
+
+def _add_parts(
+    tiles: HopperTiles, parts: Tensor, out: Tensor, tokens: int, n: int, steps: int, device: Target
+) -> None:
+    if tiles.whole:
+        return
+    early = device.chains_launches
+    options = {"launch_pdl": True} if early else {}
+    _add_parts_kernel[(triton.cdiv(n, tiles.rows) * tiles.tokens // 8,)](
+        parts, out, tokens, n, steps, tiles.units, MOST=tiles.sharers(steps), EARLY=early,
+        ROWS=tiles.rows, TOKENS=tiles.tokens, num_warps=2, **options,
+    )  # fmt: skip

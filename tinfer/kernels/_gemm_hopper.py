@@ -112,11 +112,9 @@ def _halves(words):
 
 
 @gluon.jit
-def _decoded(words, codes, ROWS: gl.constexpr):
-    """uint32 [ROWS, 32] of e4m3 and where its scales lie -> bf16 [ROWS, STEP], times 2^-LIFT.
-
-    Word 4 c + t of a row becomes the pairs t and 4 + t of the 16 columns of chunk c.
-    """
+def _scaled_pairs(words, codes, ROWS: gl.constexpr):
+    """uint32 [ROWS, 32] of e4m3 and where its scales lie -> bf16 [.., 32 words, 2 pairs, 2 halves]
+    of ROWS rows, times 2^-LIFT. A word's pairs are its columns (0, 2) and (1, 3)."""
     low = ((words << 8) & 0x80008000) | ((words << 4) & 0x07F007F0)  # times 2^-120
     high = (words & 0x80008000) | ((words >> 4) & 0x07F007F0)
     pairs = gl.join(low, high).reshape([ROWS // 32, 32, 4, 8, 2])  # .., scale, word, pair
@@ -127,7 +125,16 @@ def _decoded(words, codes, ROWS: gl.constexpr):
     field = gl.minimum(gl.maximum(code + (120 - LIFT), 1), 254) << 7
     factor = (field | (field << 16)).to(gl.uint32).expand_dims(1).expand_dims(3).expand_dims(4)
     pairs, factor = gl.broadcast(pairs, factor)
-    value = _halves(_scaled(pairs, factor)).reshape([ROWS, 8, 4, 2, 2])  # row, c, t, pair, half
+    return _halves(_scaled(pairs, factor))
+
+
+@gluon.jit
+def _decoded(words, codes, ROWS: gl.constexpr):
+    """uint32 [ROWS, 32] of e4m3 and where its scales lie -> bf16 [ROWS, STEP], times 2^-LIFT.
+
+    Word 4 c + t of a row becomes the pairs t and 4 + t of the 16 columns of chunk c.
+    """
+    value = _scaled_pairs(words, codes, ROWS).reshape([ROWS, 8, 4, 2, 2])  # row, c, t, pair, half
     return value.permute((0, 1, 3, 2, 4)).reshape([ROWS, STEP])
 
 

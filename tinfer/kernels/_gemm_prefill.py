@@ -56,7 +56,10 @@ def _dequantize_kernel(
     ORDER: tl.constexpr,  # of the columns in `out`, see `ORDERS`
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
+    CHAINED: tl.constexpr = False,  # the kernel that reads `out` may start, and waits by itself
 ):
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     q = q.to(tl.pointer_type(tl.uint32))
     out = out.to(tl.pointer_type(tl.uint32))
     for block in range(tl.program_id(0), tl.cdiv(pieces, BLOCK), tl.num_programs(0)):

@@ -23,7 +23,14 @@ from tinfer.compat.gemm import (
 )
 from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
-from tinfer.kernels._gemm_few import aligned, few_tokens, is_packed, takes_few
+from tinfer.kernels._gemm_few import (
+    aligned,
+    few_tokens,
+    is_packed,
+    linear_on_hopper,
+    takes_few,
+    takes_hopper,
+)
 from tinfer.kernels._gemm_prefill import (
     ORDERS,
     _dequantize_fp4_kernel,
@@ -39,10 +46,13 @@ Tiles = dict[str, Any]
 
 
 # ---------------------------------------------------------------- many tokens
-def dequantize(q: Tensor, s: Tensor, tall: int, order: str = "natural") -> Tensor:
+def dequantize(
+    q: Tensor, s: Tensor, tall: int, order: str = "natural", chained: bool = False
+) -> Tensor:
     """e4m3 [R, K] with a scale per `tall` rows and 32 columns -> bf16 [R, K], contiguous.
 
     `order` of the columns: a key of `ORDERS`; all but "natural" need K in whole units of it.
+    `chained`: the next kernel starts early and waits on the device.
     """
     rows, k = q.shape
     out = torch.empty(rows, k, dtype=torch.bfloat16, device=q.device)
@@ -67,6 +77,7 @@ def dequantize(q: Tensor, s: Tensor, tall: int, order: str = "natural") -> Tenso
         ORDER=ORDERS[order],
         BLOCK=block,
         PACKED=is_packed(target(q.device)),
+        CHAINED=chained,
         num_warps=4,
     )
     return out
@@ -145,7 +156,12 @@ def linear_fp8(
     if not out.numel() or not q.shape[1]:
         return out.zero_()
     if takes_few(q, weight):
-        few_tokens(q[:, None], s, weight, scale, out[:, None])
+        if out_dtype == torch.bfloat16 and takes_hopper(
+            q[:, None], weight, scale, target(q.device)
+        ):
+            linear_on_hopper(dequantize(q, s, 1, "e4m3", chained=True), weight, scale, out)
+        else:
+            few_tokens(q[:, None], s, weight, scale, out[:, None])
     else:
         _matmul(dequantize(q, s, 1), dequantize(weight, scale, GROUP), out, 1)
     return out

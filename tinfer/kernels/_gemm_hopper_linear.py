@@ -1,0 +1,145 @@
+"""e4m3 activations times e4m3 weights on Hopper, few tokens: exact bf16 operands.
+
+out[t, n] = sum_k x[t, k] * w[n, k]. Work is shared out, weights are decoded and partial sums left
+as in `_gemm_hopper`. What differs: `_gemm_prefill._dequantize_kernel` has turned the activations
+into bf16 in the order of K, "e4m3", to which 16 consecutive bytes of weights, a thread's, decode in
+place. So asynchronous copies take both operands to shared memory, and the first copies of weights
+are under way before the activations are there.
+
+H200, cold, us, against reading the weight alone, at (N, K) = (32768, 1280), (5120, 8192),
+(4608, 5120), (25600, 6144): 17.9, 18.0, 12.4, 47.0; 16 tokens 22.3, 25.3, 18.5, 58.3.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tinfer.kernels._gemm_hopper import (
+    LIFTED,
+    STEP,
+    _before,
+    _copy,
+    _leave,
+    _next,
+    _row_offsets,
+    _scaled_pairs,
+    _share,
+    _view,
+)
+
+
+# ---------------------------------------------------------------- operands
+@gluon.jit
+def _weights(words, codes, ROWS: gl.constexpr):
+    """uint32 [ROWS, 32] of e4m3 and where its scales lie -> bf16 [ROWS, STEP], times 2^-LIFT.
+
+    Pair j of word 16 b + 4 t + i of a row becomes the pair t of eight columns (b, i, j).
+    """
+    value = _scaled_pairs(words, codes, ROWS)
+    value = value.reshape([ROWS, 2, 4, 4, 2, 2])  # row, b, t, i, j, half
+    return value.permute((0, 1, 3, 4, 2, 5)).reshape([ROWS, STEP])
+
+
+@gluon.jit
+def _fill_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
+    """Start copying the weights of the step at column k, if there is one, into a stage."""
+    live = k < end
+    _copy(w_s.index(stage), (w + k // 4) + w_at, mask=live)
+    _copy(ws_s.index(stage), (w_scale + k // STEP) + ws_at, mask=live)
+
+
+@gluon.jit
+def _fill_tokens(x_s, stage, x, x_at, there, k, end, TOKENS: gl.constexpr):
+    """Start copying its activations; the copies of a step end here."""
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    words = _view(x_s.index(stage), gl.uint32, [TOKENS, STEP // 2], WORDS)
+    _copy(words, (x + k // 2) + x_at, mask=there & (k < end))
+    async_copy.commit_group()
+
+
+@gluon.constexpr_function
+def _fragment(rows, warps):
+    """Words of weights [rows, 32] as the left operand wants them."""
+    more = [[16 * warps, 0]] if rows > 16 * warps else []
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], *more],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]][: 2 if warps == 4 else 3],
+        block_bases=[],
+        shape=[rows, 32],
+    )
+
+
+# ---------------------------------------------------------------- the product
+@gluon.jit(do_not_specialize=["T", "units"])
+def _linear_hopper_kernel(
+    x,  # bf16 [T, K] in order "e4m3" of K, T <= TOKENS, rows of whole 16-byte units
+    w,  # e4m3 [N, K], N in whole tiles, rows of whole 16-byte units
+    w_scale,  # uint8 [N/32, K/32], ue8m0, rows of whole words
+    out,  # bf16 [T, N]; written if WHOLE
+    parts,  # fp32, see `_leave`; written unless WHOLE
+    T, N, K,  # K in whole steps
+    x_stride, w_stride, ws_stride,
+    units,  # steps of a program
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WHOLE: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    X_COPY: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LINE_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    w_s = gl.allocate_shared_memory(gl.uint32, [STAGES, ROWS, STEP // 4], WORDS)
+    ws_s = gl.allocate_shared_memory(gl.uint32, [STAGES, ROWS // 32], LINE_S)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, TOKENS, STEP], HALVES)
+
+    if not WHOLE:
+        gdc_launch_dependents()  # the addition of the parts may take its place and wait
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, X_COPY))
+    x_at = _row_offsets(gl.minimum(token, T - 1), x_stride // 2, STEP // 2, X_COPY)
+    there = (token < T)[:, None] & (x_at >= 0)
+    w_at = _row_offsets(gl.arange(0, ROWS, gl.SliceLayout(1, COPY)), w_stride // 4, 32, COPY)
+    x = x.to(gl.pointer_type(gl.uint32))
+    w_scale = w_scale.to(gl.pointer_type(gl.uint32))
+
+    begin, stop = _share(units, N, K, ROWS)
+    steps = K // STEP
+    for tile in range(begin // steps, (stop + steps - 1) // steps):
+        first = tile * ROWS
+        ws_at = (first // 32 + gl.arange(0, ROWS // 32, LINE)) * (ws_stride // 4)
+        w_tile = w.to(gl.pointer_type(gl.uint32)) + first.to(gl.int64) * (w_stride // 4)
+        start = gl.maximum(begin - tile * steps, 0) * STEP
+        end = gl.minimum(stop - tile * steps, steps) * STEP
+        acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+        for s in gl.static_range(STAGES - 1):
+            _fill_weights(w_s, ws_s, s, w_tile, w_scale, w_at, ws_at, start + s * STEP, end)
+        gdc_wait()
+        for s in gl.static_range(STAGES - 1):
+            _fill_tokens(x_s, s, x, x_at, there, start + s * STEP, end, TOKENS)
+        stage = 0
+        for k in range(start, end, STEP):
+            async_copy.wait_group(STAGES - 2)
+            fence_async_shared()
+            free, later = _before(stage, STAGES), k + (STAGES - 1) * STEP
+            _fill_weights(w_s, ws_s, free, w_tile, w_scale, w_at, ws_at, later, end)
+            _fill_tokens(x_s, free, x, x_at, there, later, end, TOKENS)
+            words = w_s.index(stage).load(_fragment(ROWS, WARPS))
+            left = gl.convert_layout(
+                _weights(words, ws_s.index(stage), ROWS), LEFT, assert_trivial=True
+            )
+            acc = warpgroup_mma(left, x_s.index(stage).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            stage = _next(stage, STAGES)
+        async_copy.wait_group(0)
+        _leave(out, parts, acc * LIFTED, tile, T, N, ROWS, TOKENS, WARPS, WHOLE)
