@@ -7,7 +7,7 @@ place. So asynchronous copies take both operands to shared memory, and the first
 are under way before the activations are there.
 
 H200, cold, us, against reading the weight alone, at (N, K) = (32768, 1280), (5120, 8192),
-(4608, 5120), (25600, 6144): 17.9, 18.0, 12.4, 47.0; 16 tokens 22.3, 25.3, 18.5, 58.3.
+(4608, 5120), (25600, 6144): 17.9, 18.0, 12.4, 47.0; 16 tokens 21.3, 24.5, 18.4, 58.4.
 """
 
 from __future__ import annotations
