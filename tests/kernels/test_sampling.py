@@ -19,7 +19,9 @@ from tests.kernels.sampling_pairs import compare_pairs
 from tinfer import ops
 from tinfer.compat import masses
 from tinfer.kernels import _sample_cut, _sample_row, sampling
+from tinfer.kernels._masses import octaves_and_weight, octaves_q24, weight_q31
 from tinfer.kernels._sample_slices import BEGIN, END
+from tinfer.kernels._target import target
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
@@ -177,6 +179,28 @@ def test_masses_do_not_depend_on_the_split(
         monkeypatch.setattr(sampling, "_sample_tiles", lambda *_, tiles=tiles: tiles)
         with use_kernels("triton"):
             assert torch.equal(ops.token_masses(logits, **p)[0], want), tiles
+
+
+@triton.jit
+def _weights_kernel(first, same, NATIVE: tl.constexpr, SIZE: tl.constexpr):
+    """Whether fp32 logits of consecutive bit patterns have weights that `weight_q31` gives too."""
+    bits = first + tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    x = (bits.to(tl.uint32) | 0x80000000).to(tl.float32, bitcast=True)
+    q, w = octaves_and_weight(x, 0.0, 1.0, NATIVE)
+    equal = (w == weight_q31(x, 0.0, 1.0)) & (q == octaves_q24(x, 0.0, 1.0))
+    tl.store(same + tl.program_id(0), tl.sum(equal.to(tl.int32)) == SIZE)
+
+
+@pytest.mark.gpu
+def test_weights_by_ptx_equal_those_by_integers() -> None:
+    """Every fp32 from 0 down to -33, and NaN."""
+    size, programs = 1024, 1 << 16
+    if not target(torch.device("cuda")).ptx:
+        pytest.skip("no PTX")
+    for first in (*range(0, 0x42080000, size * programs), 0x7F800000 - 1024):
+        same = torch.zeros(programs, dtype=torch.bool, device="cuda")
+        _weights_kernel[(programs,)](first, same, True, size, enable_fp_fusion=False)
+        assert bool(same.all()), hex(first)
 
 
 @triton.jit

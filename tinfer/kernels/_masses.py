@@ -50,6 +50,14 @@ def octaves_q24(x, top, slope):
 
 
 @triton.jit
+def _shifted(fraction, q):
+    """uint32 (1 + fraction / 2^32) * 2^(31 + floor(q / 2^24)), rounded down."""
+    one_to_two = fraction.to(tl.uint64) | (1 << 32)
+    shift = (1 - (q >> 24)).to(tl.uint32, bitcast=True)
+    return (one_to_two >> shift.to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
 def weight_of(q):
     """uint32 weights of `octaves_q24`; that of the maximum, q = 0, is 2^31."""
     r = q.to(tl.uint32, bitcast=True) << 8
@@ -59,9 +67,56 @@ def weight_of(q):
     acc = _horner(acc, r, 0x0E35981A)
     acc = _horner(acc, r, 0x3D7F7986)
     acc = _horner(acc, r, 0xB1721816)
-    one_to_two = tl.umulhi(acc, r).to(tl.uint64) | (1 << 32)
-    shift = (1 - (q >> 24)).to(tl.uint32, bitcast=True)
-    return (one_to_two >> shift.to(tl.uint64)).to(tl.uint32)
+    return _shifted(tl.umulhi(acc, r), q)
+
+
+@triton.jit
+def _three_steps(y):
+    """uint32 the third Horner step of `weight_of` less its constant, plus 0x57000000.
+
+    fp32 by rounding modes, where nothing is lost: what is below floor(y) is a multiple of 2^-24
+    after rounding down; acc * r / 2^24, of an acc below 2^23, is added to 2^23 and rounded to zero
+    there, all scaled by 2^24. Checked for every fp32 y.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 below, r, acc;
+        add.rm.f32 below, $1, 0f4B400000;
+        sub.rn.f32 below, below, 0f4B400000;
+        sub.rm.f32 r, $1, below;
+        fma.rz.f32 acc, r, 0f53B58D80, 0f57095F92;
+        sub.rn.f32 acc, acc, 0f57000000;
+        fma.rz.f32 acc, acc, r, 0f575802C2;
+        sub.rn.f32 acc, acc, 0f57000000;
+        fma.rz.f32 $0, acc, r, 0f57000000;
+        }""",
+        "=r,f",
+        [y],
+        tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def octaves_and_weight(x, top, slope, NATIVE: tl.constexpr):
+    """`octaves_q24` and its `weight_of`; NATIVE: with PTX, on which both depend less.
+
+    The multiplier that gives high halves is several times slower than that of fp32.
+    """
+    if NATIVE:
+        y = tl.maximum((x - top) * slope, -32.0)
+        q = tl.floor(y * 16777216.0).to(tl.int32)
+        r = q.to(tl.uint32, bitcast=True) << 8
+        acc = _three_steps(y) - (0x57000000 - 0x027608DC)
+        acc = tl.umulhi(acc, r) + 0x0E35981A
+        acc = tl.umulhi(acc, r) + 0x3D7F7986
+        acc = tl.umulhi(acc, r) + 0xB1721816
+        w = _shifted(tl.umulhi(acc, r), q)
+    else:
+        q = octaves_q24(x, top, slope)
+        w = weight_of(q)
+    return q, w
 
 
 @triton.jit

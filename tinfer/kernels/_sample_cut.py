@@ -32,6 +32,7 @@ from tinfer.kernels._sample_slices import (
     THRESHOLD,
     WEIGHT_BEFORE,
     WHERE,
+    await_previous,
 )
 
 
@@ -130,10 +131,12 @@ def _sample_cut_kernel(
     V,
     PURPOSE: tl.constexpr,
     DRAWS: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + row)
     is_cut = wants_cut(k, tl.load(top_p + row), V)

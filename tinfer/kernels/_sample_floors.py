@@ -15,9 +15,9 @@ from tinfer.kernels._masses import (
     first_word,
     lane_sum,
     min_p_threshold,
+    octaves_and_weight,
     reciprocal,
     slope_of,
-    weight_q31,
 )
 from tinfer.kernels._sample_slices import (
     BEGIN,
@@ -28,6 +28,7 @@ from tinfer.kernels._sample_slices import (
     MODE,
     ROW_FIRST,
     SAMPLED,
+    await_previous,
     load_slices,
     load_tile,
 )
@@ -43,10 +44,10 @@ def load_record(row, temperature, min_p, record32, record_x, kept_total):
 
 
 @triton.jit
-def floor_mass(x, column, record):
+def floor_mass(x, column, record, NATIVE: tl.constexpr):
     """uint32 floor(w * 2^31 / W') of a sampled row's logits, 0 where they are cut."""
     slope, floor, top, cut, cut_id, total, inverse = record
-    w = weight_q31(x, top, slope)
+    _, w = octaves_and_weight(x, top, slope, NATIVE)
     if (cut > -INFINITY) | (floor > 0):
         keep = (x > cut) | ((x == cut) & (column <= cut_id))
         w = tl.where(keep & (w >= min_p_threshold(floor)), w, 0)
@@ -60,12 +61,14 @@ def slice_masses(part32, row, SLICES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _floors_of_slice(source, s, V, record, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def _floors_of_slice(
+    source, s, V, record, NATIVE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
     """The 32 bits of a slice's sum of floored masses."""
     total = lane_sum(tl.zeros([TILE], tl.int32), TILE)
     for i in range(BLOCK // TILE):
         column = s * BLOCK + i * TILE + tl.arange(0, TILE)
-        mass = floor_mass(load_tile(source, column, V), column, record)
+        mass = floor_mass(load_tile(source, column, V), column, record, NATIVE)
         total += lane_sum(mass.to(tl.int32, bitcast=True), TILE)
     return tl.sum(total)
 
@@ -81,17 +84,20 @@ def _sample_floors_kernel(
     part32,  # int32 [B, 3, SLICES]
     stride,
     V,
+    NATIVE: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     begin, end = tl.load(record32 + row * 6 + BEGIN), tl.load(record32 + row * 6 + END)
     total = tl.full([], 0, tl.int32)
     if (tl.load(record32 + row * 6 + MODE) == SAMPLED) & (s >= begin) & (s < end):
         record = load_record(row, temperature, min_p, record32, record_x, kept_total)
-        total = _floors_of_slice(logits + row * stride, s, V, record, BLOCK, TILE)
+        total = _floors_of_slice(logits + row * stride, s, V, record, NATIVE, BLOCK, TILE)
     tl.store(part32 + (row * 3 + MASS) * SLICES + s, total)
 
 
@@ -122,10 +128,13 @@ def _sample_draw_kernel(
     stride,
     V,
     PURPOSE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(record32 + row * 6 + MODE) == SAMPLED:
         first = tl.load(record32 + row * 6 + ROW_FIRST)
@@ -140,13 +149,14 @@ def _sample_draw_kernel(
         if (mine < begin) | (mine >= end):
             # The estimate was too far off.
             for s in range(SLICES):
-                total = _floors_of_slice(source, s, V, record, BLOCK, BLOCK)
+                total = _floors_of_slice(source, s, V, record, NATIVE, BLOCK, BLOCK)
                 tl.store(part32 + (row * 3 + MASS) * SLICES + s, total)
             tl.debug_barrier()
             part = slice_masses(part32, row, SLICES, PADDED)
             mine, before, lump = _slice_of(target, part, first // BLOCK)
         column = mine * BLOCK + tl.arange(0, BLOCK)
-        mass = floor_mass(load_tile(source, column, V), column, record).to(tl.int32, bitcast=True)
+        mass = floor_mass(load_tile(source, column, V), column, record, NATIVE)
+        mass = mass.to(tl.int32, bitcast=True)
         mass += tl.where(column == first, lump.to(tl.int32), 0)
         # A sum of 2^31 wraps; one less is compared, with a target that is below 2^31.
         passed = tl.cumsum(mass) - 1 >= (target - before).to(tl.int32)
@@ -164,7 +174,7 @@ def tile_masses(source, column, V, row, rows, SLICES: tl.constexpr, PADDED: tl.c
     mass = tl.zeros(column.shape, tl.int64)
     if mode == SAMPLED:
         record = load_record(row, temperature, min_p, record32, record_x, kept_total)
-        mass = floor_mass(load_tile(source, column, V), column, record).to(tl.int64)
+        mass = floor_mass(load_tile(source, column, V), column, record, False).to(tl.int64)
     return mass + tl.where((column == first) & (mode != ENDED), rest, 0)
 
 

@@ -54,6 +54,7 @@ from tinfer.kernels._sample_slices import (
     SPAN,
     START,
     STATUS,
+    await_previous,
     load_tile,
 )
 
@@ -174,11 +175,13 @@ def _sample_row_kernel(
     PURPOSE: tl.constexpr,
     DRAWS: tl.constexpr,
     MAY_CUT: tl.constexpr,
+    CHAINED: tl.constexpr,
     SAMPLE: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     t, p = tl.load(temperature + row), tl.load(top_p + row)
     k, floor = tl.load(top_k + row), tl.load(min_p + row)

@@ -19,38 +19,74 @@ from tinfer.kernels._sample_slices import (
     MODE,
     SAMPLED,
     WHERE,
+    await_previous,
     load_tile,
 )
 
 
 @triton.jit
-def _collect(
-    source, begin, V, top, slope, highest, lowest, x_out, id_out, counter, BLOCK: tl.constexpr
-):
-    """Append a slice's candidates of lowest..highest, in any order."""
-    TILE: tl.constexpr = min(BLOCK, 1024)  # few registers: this is rare
-    for start in range(begin, begin + BLOCK, TILE):
-        column = start + tl.arange(0, TILE)
-        x = load_tile(source, column, V)
-        q = octaves_q24(x, top, slope)
-        hit = (q <= highest) & (q >= lowest)
-        at = tl.atomic_add(counter + tl.zeros_like(column), 1, mask=hit, sem="relaxed")
-        hit = hit & (at < MEMBERS)
-        tl.store(x_out + at, x, mask=hit)
-        tl.store(id_out + at, column, mask=hit)
+def _append(x, column, q, highest, lowest, members):
+    """`_collect` in PTX, by each thread for the columns it holds alone."""
+    x_out, id_out, counter = members
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred out;
+        .reg .b32 at;
+        .reg .b64 place;
+        mov.b32 $0, 0;
+        setp.gt.s32 out, $3, $4;
+        setp.lt.or.s32 out, $3, $5, out;
+        @out bra DONE;
+        atom.relaxed.gpu.global.add.u32 at, [$8], 1;
+        setp.ge.u32 out, at, $9;
+        @out bra DONE;
+        mad.wide.u32 place, at, 4, $6;
+        st.global.b32 [place], $1;
+        mad.wide.u32 place, at, 4, $7;
+        st.global.b32 [place], $2;
+        DONE:
+        }""",
+        "=r,r,r,r,r,r,l,l,l,r",
+        [
+            x.to(tl.int32, bitcast=True),
+            column,
+            q,
+            highest,
+            lowest,
+            x_out.to(tl.int64),
+            id_out.to(tl.int64),
+            counter.to(tl.int64),
+            MEMBERS,
+        ],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
-def _scan_slice(source, column, V, top, slope, highest, lowest):
-    """(estimated weight and count of a slice's candidates above highest, whether some are below
-    that but not below lowest)."""
-    x = load_tile(source, column, V)
+def _collect(x, column, q, highest, lowest, members):
+    """Append a slice's candidates of lowest..highest, in any order."""
+    x_out, id_out, counter = members
+    hit = (q <= highest) & (q >= lowest)
+    at = tl.atomic_add(counter + tl.zeros_like(column), 1, mask=hit, sem="relaxed")
+    hit = hit & (at < MEMBERS)
+    tl.store(x_out + at, x, mask=hit)
+    tl.store(id_out + at, column, mask=hit)
+
+
+@triton.jit
+def _scan_slice(x, column, top, slope, highest, lowest, members, DIRECT: tl.constexpr):
+    """(estimated weight, count) of a slice's candidates above highest; those of lowest..highest
+    are collected. DIRECT: no two threads hold the same column."""
     q = octaves_q24(x, top, slope)
+    if DIRECT:
+        _append(x, column, q, highest, lowest, members)
+    else:
+        _collect(x, column, q, highest, lowest, members)
     before = q > highest
-    # Both counts are below 2^15.
-    counts = tl.sum(tl.where(before, 1, tl.where(q >= lowest, 1 << 15, 0)))
     estimate = tl.sum(tl.where(before, tl.exp2((x - top) * slope), 0.0))
-    return estimate, counts & 0x7FFF, counts > 0x7FFF
+    return estimate, tl.sum(before.to(tl.int32))
 
 
 @triton.jit
@@ -70,9 +106,12 @@ def _sample_scan_kernel(
     stride,
     V,
     GROUPS: tl.constexpr,  # programs of a row
+    DIRECT: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = (tl.program_id(0) // GROUPS).to(tl.int64)
     is_cut = wants_cut(tl.load(top_k + row), tl.load(top_p + row), V)
     if is_cut & (tl.load(record32 + row * 6 + MODE) == SAMPLED):
@@ -81,13 +120,13 @@ def _sample_scan_kernel(
             highest, lowest = tl.load(place + HIGHEST), tl.load(place + LOWEST)
             source, top = logits + row * stride, tl.load(record_x + row * 2)
             slope = slope_of(tl.load(temperature + row))
+            counter = counters + row * 2 + MEMBER_COUNT
+            members = member_x + row * MEMBERS, member_id + row * MEMBERS, counter
             for s in range(tl.program_id(0) % GROUPS, SLICES, GROUPS):
                 column = s * BLOCK + tl.arange(0, BLOCK)
-                estimate, count, hits = _scan_slice(source, column, V, top, slope, highest, lowest)
+                x = load_tile(source, column, V)
+                estimate, count = _scan_slice(
+                    x, column, top, slope, highest, lowest, members, DIRECT
+                )
                 tl.store(estimates + row * SLICES + s, estimate)
                 tl.store(part32 + (row * 3 + MASS) * SLICES + s, count)
-                if hits:
-                    _collect(
-                        source, s * BLOCK, V, top, slope, highest, lowest, member_x + row * MEMBERS,
-                        member_id + row * MEMBERS, counters + row * 2 + MEMBER_COUNT, BLOCK,
-                    )  # fmt: skip

@@ -65,6 +65,17 @@ def is_last(counter, programs):
 
 
 @triton.jit
+def await_previous(CHAINED: tl.constexpr):
+    """CHAINED: this kernel may start before the one it follows is done, so may the next one; wait.
+
+    Nothing may be read or written before this call.
+    """
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _sample_stats_kernel(
     logits,  # fp32 | bf16 [B, V]
     temperature,  # fp32 [B]
@@ -76,9 +87,12 @@ def _sample_stats_kernel(
     stride,
     V,
     MAY_CUT: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     x = load_tile(logits + row * stride, s * BLOCK + tl.arange(0, BLOCK), V)

@@ -15,12 +15,11 @@ from tinfer.kernels._masses import (
     NO_LIMIT,
     lane_sum,
     min_p_threshold,
-    octaves_q24,
+    octaves_and_weight,
     slope_of,
     top_k_limit,
     top_p_threshold,
     wants_cut,
-    weight_of,
 )
 from tinfer.kernels._sample_slices import (
     ABOVE,
@@ -48,6 +47,7 @@ from tinfer.kernels._sample_slices import (
     TOTAL,
     WEIGHT_BEFORE,
     WHERE,
+    await_previous,
     is_last,
     load_slices,
     load_tile,
@@ -55,20 +55,55 @@ from tinfer.kernels._sample_slices import (
 
 
 @triton.jit
-def _add_to_fine_bins(q, w, fine_weight, fine_count, start, span, shift, counts):
-    """Add up the candidates within a range by fine bins; `counts` also counts them."""
-    depth = (start - q).to(tl.uint32, bitcast=True)
-    inside = depth < span.to(tl.uint32, bitcast=True)
-    at = (depth >> shift.to(tl.uint32)).to(tl.int32)
-    tl.atomic_add(fine_weight + at, w.to(tl.int64), mask=inside, sem="relaxed")
-    if counts:
-        tl.atomic_add(fine_count + at, 1, mask=inside, sem="relaxed")
+def _add_inside(depth, w, fine_weight, fine_count, span, shift, counts):
+    """`_add_to_fine_bins` in PTX: the few candidates inside branch, the others do nothing more."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred out, uncounted;
+        .reg .b32 bin;
+        .reg .b64 at, weight;
+        mov.b32 $0, 0;
+        setp.ge.u32 out, $1, $3;
+        @out bra DONE;
+        shr.u32 bin, $1, $4;
+        cvt.u64.u32 weight, $2;
+        mad.wide.u32 at, bin, 8, $6;
+        red.relaxed.gpu.global.add.u64 [at], weight;
+        setp.eq.s32 uncounted, $5, 0;
+        @uncounted bra DONE;
+        mad.wide.u32 at, bin, 4, $7;
+        red.relaxed.gpu.global.add.u32 [at], 1;
+        DONE:
+        }""",
+        "=r,r,r,r,r,r,l,l",
+        [depth, w, span, shift, counts, fine_weight, fine_count],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
-def _partial(x, CUTS: tl.constexpr, TILE: tl.constexpr):
-    """What a loop adds up of [TILE] values: sums of neighbours where one thread holds them."""
-    if CUTS:
+def _add_to_fine_bins(
+    q, w, fine_weight, fine_count, start, span, shift, counts, DIRECT: tl.constexpr
+):
+    """Add up the candidates within a range by fine bins; `counts` also counts them."""
+    depth = (start - q).to(tl.uint32, bitcast=True)
+    if DIRECT:
+        bins = fine_weight.to(tl.int64), fine_count.to(tl.int64)
+        _add_inside(depth, w, *bins, span, shift, counts)
+    else:
+        inside = depth < span.to(tl.uint32, bitcast=True)
+        at = (depth >> shift.to(tl.uint32)).to(tl.int32)
+        tl.atomic_add(fine_weight + at, w.to(tl.int64), mask=inside, sem="relaxed")
+        if counts:
+            tl.atomic_add(fine_count + at, 1, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _partial(x, SPREAD: tl.constexpr, TILE: tl.constexpr):
+    """What a loop adds up of [TILE] values: sums of neighbours unless threads share them."""
+    if SPREAD:
         y = x
     else:
         y = lane_sum(x, TILE)
@@ -90,38 +125,47 @@ def _add_weights(
     shift,
     counts,
     CUTS: tl.constexpr,
+    FROM_TOP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sums over a slice: (weights, those that min-p keeps, their count, above the range, count)."""
-    total = _partial(tl.zeros([TILE], tl.int64), CUTS, TILE)
-    count = _partial(tl.zeros([TILE], tl.int32), CUTS, TILE)
+    """Sums over a slice: (weights, those that min-p keeps, their count, above the range, count).
+
+    FROM_TOP: the range begins at the first candidate; all of it is counted too. DIRECT: no two
+    threads hold the same column, so that each adds its own to the bins.
+    """
+    SPREAD: tl.constexpr = CUTS and not DIRECT
+    total = _partial(tl.zeros([TILE], tl.int64), SPREAD, TILE)
+    count = _partial(tl.zeros([TILE], tl.int32), SPREAD, TILE)
     kept, above, above_count = total, total, count
     least = min_p_threshold(floor)
     for i in range(BLOCK // TILE):
         column = begin + i * TILE + tl.arange(0, TILE)
-        if CUTS:
+        if SPREAD:
             # As the atomics have it: one column per thread and step, lest threads swap weights.
             column = tl.max_contiguous(column, 1)
-        q = octaves_q24(load_tile(source, column, V), top, slope)
-        w = weight_of(q)
-        total += _partial(w.to(tl.int64), CUTS, TILE)
+        q, w = octaves_and_weight(load_tile(source, column, V), top, slope, NATIVE)
+        total += _partial(w.to(tl.int64), SPREAD, TILE)
         if floor > 0:
             enough = w >= least
-            kept += _partial(tl.where(enough, w, 0).to(tl.int64), CUTS, TILE)
-            count += _partial(enough.to(tl.int32), CUTS, TILE)
-        if CUTS:
+            kept += _partial(tl.where(enough, w, 0).to(tl.int64), SPREAD, TILE)
+            count += _partial(enough.to(tl.int32), SPREAD, TILE)
+        if CUTS and FROM_TOP:
+            _add_to_fine_bins(q, w, fine_weight, fine_count, 0, span, shift, 1, DIRECT)
+        elif CUTS:
             before = q > start
-            above += tl.where(before, w, 0).to(tl.int64)
+            above += _partial(tl.where(before, w, 0).to(tl.int64), SPREAD, TILE)
             if counts:
-                above_count += before.to(tl.int32)
-            _add_to_fine_bins(q, w, fine_weight, fine_count, start, span, shift, counts)
+                above_count += _partial(before.to(tl.int32), SPREAD, TILE)
+            _add_to_fine_bins(q, w, fine_weight, fine_count, start, span, shift, counts, DIRECT)
     weight = tl.sum(total)
     enough, columns = weight, tl.minimum(V - begin, BLOCK)
     if floor > 0:
         enough, columns = tl.sum(kept), tl.sum(count)
     ahead, ahead_count = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
-    if CUTS:
+    if CUTS and not FROM_TOP:
         ahead = tl.sum(above)
         if counts:
             ahead_count = tl.sum(above_count)
@@ -225,11 +269,15 @@ def _sample_weights_kernel(
     stride,
     V,
     MAY_CUT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DIRECT: tl.constexpr,
+    CHAINED: tl.constexpr,
     SLICES: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    await_previous(CHAINED)
     row = (tl.program_id(0) // SLICES).to(tl.int64)
     s = tl.program_id(0) % SLICES
     if tl.load(record32 + row * 6 + MODE) == SAMPLED:
@@ -242,30 +290,25 @@ def _sample_weights_kernel(
             start, span = tl.load(ranges + row * 3 + START), tl.load(ranges + row * 3 + SPAN)
             shift = tl.load(ranges + row * 3 + SHIFT)
             # Counts are for top-k, and for seeing that few candidates are kept.
-            counts = (top_k_limit(k, V) < NO_LIMIT) | (start == 0)
-            total, kept, count, above, above_count = _add_weights(
-                source,
-                begin,
-                V,
-                top,
-                slope,
-                floor,
-                *bins,
-                start,
-                span,
-                shift,
-                counts,
-                True,
-                BLOCK,
-                TILE,
-            )
+            counts = (top_k_limit(k, V) < NO_LIMIT).to(tl.int32)
+            if start == 0:
+                total, kept, count, above, above_count = _add_weights(
+                    source, begin, V, top, slope, floor, *bins, 0, span, shift, 1, True, True,
+                    NATIVE, DIRECT, BLOCK, TILE,
+                )  # fmt: skip
+            else:
+                total, kept, count, above, above_count = _add_weights(
+                    source, begin, V, top, slope, floor, *bins, start, span, shift, counts, True,
+                    False, NATIVE, DIRECT, BLOCK, TILE,
+                )  # fmt: skip
             tl.store(part64 + (row * 3 + ABOVE) * SLICES + s, above)
             tl.store(part32 + (row * 3 + ABOVE_COUNT) * SLICES + s, above_count)
         else:
             WIDE: tl.constexpr = min(2 * TILE, BLOCK)
             total, kept, count, above, above_count = _add_weights(
-                source, begin, V, top, slope, floor, *bins, 0, 0, 0, False, False, BLOCK, WIDE
-            )
+                source, begin, V, top, slope, floor, *bins, 0, 0, 0, 0, False, False, NATIVE,
+                DIRECT, BLOCK, WIDE,
+            )  # fmt: skip
         tl.store(part64 + (row * 3 + TOTAL) * SLICES + s, total)
         tl.store(part64 + (row * 3 + KEPT) * SLICES + s, kept)
         tl.store(part32 + (row * 3 + COUNT) * SLICES + s, count)

@@ -23,6 +23,7 @@ from tinfer.kernels._sample_row import _sample_row_kernel
 from tinfer.kernels._sample_scan import _sample_scan_kernel
 from tinfer.kernels._sample_slices import FINE, MEMBERS, STATUS, _sample_stats_kernel
 from tinfer.kernels._sample_weights import _sample_weights_kernel
+from tinfer.kernels._target import target
 
 MAX_COLUMNS = 1 << 20
 MAX_SLICES = 64
@@ -96,47 +97,47 @@ def row_masses(
     tokens, statuses = out or (logits, logits)
     sized, grid = (logits.stride(0), columns), (rows * slices,)
     draws = {"PURPOSE": purpose, "DRAWS": keys is not None}
-    whole = {"num_warps": warps, "enable_fp_fusion": False}
-    chained = {"num_warps": max(min(2 * warps, 8), warps), "enable_fp_fusion": False}
-    ranked = {"num_warps": min(2 * warps, 16), "enable_fp_fusion": False}
-    tiled = {"TILE": tile, "num_warps": tile_warps, "enable_fp_fusion": False}
+    on = target(logits.device)
+    native, early = {"NATIVE": on.ptx}, {"CHAINED": on.chains_launches}
+    plain = {"enable_fp_fusion": False}
+    after = plain | early | ({"launch_pdl": True} if on.chains_launches else {})
+    direct = {"DIRECT": on.ptx and block >= 32 * warps and tile >= 32 * tile_warps}
+    whole, wide = {"num_warps": warps}, {"num_warps": max(min(2 * warps, 8), warps)}
+    ranked = {"num_warps": min(2 * warps, 16)}
+    tiled = {"TILE": tile, "num_warps": tile_warps}
     _sample_stats_kernel[grid](
-        logits, temperature, maxima, estimates, *fine, counters, *sized, may_cut, slices, block,
-        **whole,
+        logits, temperature, maxima, estimates, *fine, counters, *sized, may_cut,
+        SLICES=slices, BLOCK=block, **whole, **plain, **early,
     )  # fmt: skip
     _sample_row_kernel[(rows,)](
         logits, *filters, seeds, positions, tokens, statuses, maxima, estimates, ranges,
         *records[:2], *sized, MAY_CUT=may_cut, SAMPLE=sample_size, **draws, **sizes,
-        **chained,
+        **wide, **after,
     )  # fmt: skip
     _sample_weights_kernel[grid](
         logits, *filters, part32, part64, *fine, ranges, counters, place32, place64, *records,
-        *sized, MAY_CUT=may_cut, **sizes, **tiled,
+        *sized, MAY_CUT=may_cut, **native, **direct, **sizes, **tiled, **after,
     )  # fmt: skip
     if may_cut:
         collected = (part32, counters, place32, *found, estimates)
         groups = slices if rows <= 8 else max(slices // 4, 1)
         _sample_scan_kernel[(rows * groups,)](
-            logits, *filters[:3], *collected, *records[:2], *sized, groups, slices, block, **whole
-        )
+            logits, *filters[:3], *collected, *records[:2], *sized, groups, **direct,
+            SLICES=slices, BLOCK=block, **whole, **after,
+        )  # fmt: skip
         _sample_cut_kernel[(rows,)](
             logits, *filters, seeds, positions, tokens, *collected, place64, *records, *sized,
-            **draws, **sizes, **ranked,
+            **draws, **sizes, **ranked, **after,
         )  # fmt: skip
     masses = (*records, part32, *sized)
     _sample_floors_kernel[grid](
-        logits,
-        temperature,
-        min_p,
-        *masses,
-        slices,
-        block,
-        **{**tiled, "TILE": min(2 * tile, block)},
-    )
+        logits, temperature, min_p, *masses, **native, SLICES=slices, BLOCK=block,
+        TILE=min(2 * tile, block), num_warps=tile_warps, **after,
+    )  # fmt: skip
     if keys is not None:
         _sample_draw_kernel[(rows,)](
-            logits, temperature, min_p, *keys[:2], tokens, *masses, PURPOSE=purpose, **sizes,
-            **chained,
+            logits, temperature, min_p, *keys[:2], tokens, *masses, PURPOSE=purpose, **native,
+            **sizes, **wide, **after,
         )  # fmt: skip
     return RowMasses((temperature, min_p), records, part32, sizes, tile, tile_warps)
 
