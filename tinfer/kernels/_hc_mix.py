@@ -17,8 +17,9 @@ and a last kernel adds the ranges in fixed order and makes the mixes.
   are a matrix product over the stream it wrote.
 
 What bounds many, at 4096 tokens on an H200 (cold, us): the boundary takes 179, of which 116 are
-`_hc_enter` (its bytes copy in 99) and about 60 the product, which reads the stream once more and,
-with fn's parts for every tile of tokens, 262 MB from the L2 cache at 4.8 TB/s. The product took as
+`_hc_enter` (its bytes copy in 99) and the parts of fn, and about 60 the product, which reads the
+stream once more and, with fn's parts for every tile of tokens, 262 MB from the L2 cache at 4.8
+TB/s. The product took as
 long with its square sums made in `_hc_enter` (which then took 144: more registers), with two parts
 or all of fn as one operand, and with sums kept in the tensor cores; chunks of 512 to 2048 tokens,
 whose product reads from the L2 cache while the next chunk is written: 209 to 230. One pass over the
