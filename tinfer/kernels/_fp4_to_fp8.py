@@ -2,9 +2,10 @@
 
 An e2m1 magnitude m times 2^(k - 6) has an e4m3 code for every k from 0 to 12: its fields, 8k
 further up, but for zero (which stays) and for 1/2 at k = 0 (a subnormal). A tile whose scales
-differ by at most 2^12 takes these tables. A wider one is reported; the launcher then runs the
-kernel again with EXACT, which encodes every table entry, and reports the tiles where a code
-picks an entry that was rounded.
+differ by at most 2^12 takes these tables. Whether all do is seen from the scales alone, by a
+kernel of its own, whose verdict the host reads while the codes are made. If not, the launcher
+runs the kernel again with EXACT, which encodes every table entry, and reports the tiles where a
+code picks an entry that was rounded.
 """
 
 from __future__ import annotations
@@ -60,12 +61,39 @@ def _tile_maximum(x, B: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tiles"])
+def _fp4_spread_kernel(
+    e_ptr,  # uint8 [rows, K / 32]
+    wide_ptr,  # int32 [1], set to 1 where a B x B tile's scales differ by more, or one is NaN
+    K,
+    tiles,
+    B: tl.constexpr,
+    G: tl.constexpr,  # groups of columns a program
+):
+    SPAN: tl.constexpr = B // 32
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        across = (K // 32 + G - 1) // G
+        down = tile // across
+        row = (down * B + tl.arange(0, B)).to(tl.int64)[:, None]
+        group = (tile - down * across) * G + tl.arange(0, G)[None, :]
+        inside = (group < K // 32) & (row >= 0)
+        exponent = tl.load(e_ptr + row * (K // 32) + group, mask=inside, other=0).to(tl.int32)
+        top = tl.max(exponent, axis=0)
+        low = tl.min(tl.where(inside, exponent, 255), axis=0)
+        if SPAN > 1:
+            top = tl.max(tl.reshape(top, [G // SPAN, SPAN]), axis=1)
+            low = tl.min(tl.reshape(low, [G // SPAN, SPAN]), axis=1)
+        wide = (low + 12 < top) | (top == 255)
+        if tl.max(wide.to(tl.int32), axis=0) > 0:
+            tl.store(wide_ptr, 1)
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def _fp4_to_fp8_kernel(
     w_ptr,  # int32 [rows, K / 8], eight codes a word
     e_ptr,  # uint8 [rows, K / 32]
     q_ptr,  # int32 [rows, K / 4], four codes a word
     s_ptr,  # uint8 [rows / B, K / B]
-    first_ptr,  # int32 [1], least index of a B x B tile that is too wide, or was rounded
+    first_ptr,  # int32 [1], with EXACT: least index of a B x B tile where a value was rounded
     K,
     tiles,
     B: tl.constexpr,
@@ -99,12 +127,11 @@ def _fp4_to_fp8_kernel(
             rounded = pick_bytes(low_rounded, high_rounded, words, PTX)
             rounded |= pick_bytes(low_rounded, high_rounded, words >> 16, PTX)
             wrong = tl.max((rounded != 0).to(tl.int32), axis=2) | (exponent == 255).to(tl.int32)
+            wrong = tl.max(tl.where(inside, wrong, 0), axis=1)
+            index = tl.min(tl.where(wrong != 0, s_at, NO_TILE), axis=0)
+            if index < NO_TILE:
+                tl.atomic_min(first_ptr, index)
         else:
             low, high = _shifted_tables(k)
-            wrong = ((k < 0) | (exponent == 255)).to(tl.int32)
-        wrong = tl.max(tl.where(inside, wrong, 0), axis=1)
-        index = tl.min(tl.where(wrong != 0, s_at, NO_TILE), axis=0)
-        if index < NO_TILE:
-            tl.atomic_min(first_ptr, index)
         codes = bytes_of(words, low, high, tl.full([1, 1], SIGNS, tl.int32), PTX)
         tl.store(words_at(q_ptr, units, 2 * W), codes, mask=inside[:, :, None])

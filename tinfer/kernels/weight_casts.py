@@ -8,6 +8,8 @@ Exact: equal to the references bit for bit. Source: `tinfer.compat.weight_casts`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from tinfer.compat.weight_casts import (
 from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason
 from tinfer.kernels._dequantize_fp4 import _dequantize_fp4_kernel
-from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_to_fp8_kernel
+from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_spread_kernel, _fp4_to_fp8_kernel
 from tinfer.kernels._jit import to_bf16
 from tinfer.kernels._requantize import _requantize_fp4_kernel, _requantize_fp8_kernel
 from tinfer.kernels._target import target
@@ -159,34 +161,56 @@ def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
 
 
 def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
+    """The host waits for the verdict on the scales, and then no longer than for a launch."""
     check_fp4_to_fp8(weight, block)
-    for every_value in (False, True):
-        codes, scales, first = launch_fp4_to_fp8(weight, block, every_value)
-        if (tile := int(first.item())) == NO_TILE.value:
-            return codes, scales
+    scale = weight.scale.contiguous()
+    wide = _look_for_wide_tiles(scale, block)
+    codes, scales = _fold(weight, scale, block, None)
+    if not wide():
+        return codes, scales
+    first = torch.full((1,), NO_TILE.value, dtype=torch.int32, device=codes.device)
+    codes, scales = _fold(weight, scale, block, first)
+    if (tile := int(first.item())) == NO_TILE.value:
+        return codes, scales
     raise lossy_error("fp4_to_fp8", block, _unravel(tile, scales.shape))
 
 
-def launch_fp4_to_fp8(
-    weight: Fp4Group32, block: int, every_value: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and the first tile that is not exact, without waiting for the device.
+def _look_for_wide_tiles(scale: Tensor, block: int) -> Callable[[], bool]:
+    """Launch; the result waits for the verdict, which the kernel writes to host memory."""
+    wide = torch.zeros(1, dtype=torch.int32, pin_memory=scale.is_cuda)
+    shape = (*scale.shape[:-1], scale.shape[-1] * 32)
+    groups = 32 if block == 128 else 128
+    if tiles := _tiles(shape, block, groups * 32):
+        _fp4_spread_kernel[_grid(tiles)](
+            scale, wide, shape[-1], tiles, B=block, G=groups, num_warps=4
+        )
+    if not scale.is_cuda:
+        return lambda: bool(wide)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(scale.device))
 
-    By words, tiles with scales more than 2^12 apart count as not exact; value by value, those
-    with a value that was rounded.
-    """
+    def verdict() -> bool:
+        done.synchronize()
+        return bool(wide)
+
+    return verdict
+
+
+def _fold(
+    weight: Fp4Group32, scale: Tensor, block: int, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales. With `first` value by value: it gets the first tile with one rounded."""
     shape = _values_shape(weight)
     codes = weight.weight.new_empty(shape)
     scales = weight.weight.new_empty((*shape[:-2], shape[-2] // block, shape[-1] // block))
-    first = torch.full((1,), NO_TILE.value, dtype=torch.int32, device=codes.device)
     width, warps = _fp4_tiles(block)
     if tiles := _tiles(shape, block, width):
         _fp4_to_fp8_kernel[_grid(tiles)](
-            weight.weight.view(torch.int32), weight.scale.contiguous(), codes.view(torch.int32),
-            scales, first, shape[-1], tiles, B=block, C=width, W=2, EXACT=every_value,
-            PTX=target(codes.device).ptx, num_warps=warps,
+            weight.weight.view(torch.int32), scale, codes.view(torch.int32), scales,
+            scales if first is None else first, shape[-1], tiles, B=block, C=width, W=2,
+            EXACT=first is not None, PTX=target(codes.device).ptx, num_warps=warps,
         )  # fmt: skip
-    return codes, scales, first
+    return codes, scales
 
 
 def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
