@@ -56,7 +56,7 @@ def test_teacher_forced(run: ModelRun, device: str) -> None:
     golden = GoldenRun(run, device)
     actual = run_all(golden)
     assert "decode.logits" in golden.report(actual)
-    bad = failures(golden, actual, "own")
+    bad = failures(golden, actual)
     assert not bad, bad
 
 
@@ -94,7 +94,7 @@ def test_selection_injected(run: ModelRun, device: str) -> None:
     selection = Selection(golden)
     out = run_all(golden, selection)
     assert selection.replaced > 0
-    bad = failures(golden, out, "golden")
+    bad = failures(golden, out)
     assert not bad, bad
     expected = torch.cat([golden.tokens[1:], golden.run["final_token"][None]])
     clear = golden.run["margin"][1:] > SMALL_MARGIN
