@@ -176,8 +176,11 @@ def fp4_to_fp8(weight: Fp4Group32, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _look_for_wide_tiles(scale: Tensor, block: int) -> Callable[[], bool]:
-    """Launch; the result waits for the verdict, which the kernel writes to host memory."""
-    wide = torch.zeros(1, dtype=torch.int32, pin_memory=scale.is_cuda)
+    """Launch; the result waits for the verdict, which CUDA and HIP write to pinned host memory."""
+    if scale.is_cuda:
+        wide = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    else:
+        wide = torch.zeros(1, dtype=torch.int32, device=scale.device)
     shape = (*scale.shape[:-1], scale.shape[-1] * 32)
     groups = 32 if block == 128 else 128
     if tiles := _tiles(shape, block, groups * 32):
