@@ -15,12 +15,11 @@ from torch import Tensor
 
 from tinfer.formats import GROUP
 from tinfer.kernels._gemm_decode import _add_parts_kernel, _few_tokens_kernel
-from tinfer.kernels._target import Target, target
+from tinfer.kernels._target import TRITON, Target, target
 
 FEW_TOKENS = 64
 COLUMNS = {torch.uint8: 16, torch.bfloat16: 8}  # of one 16-byte piece
 Tiles = dict[str, Any]
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 _STEP = 128  # columns of a step of `_gemm_hopper`
 
 
@@ -153,7 +152,7 @@ def linear_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
 def takes_hopper(x: Tensor, w: Tensor, w_s: Tensor, device: Target) -> bool:
     """Whether `_gemm_hopper` takes the call: K in whole steps, groups of whole tiles, rows of
     whole copies."""
-    if device.backend != "cuda" or device.arch != 90 or _TRITON < (3, 6):
+    if device.backend != "cuda" or device.arch != 90 or TRITON < (3, 6):
         return False
     if x.shape[2] % _STEP or w.shape[0] // x.shape[1] % 64:
         return False

@@ -160,11 +160,17 @@ def _activations(at, there, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _fill_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
-    """Start copying the step at column k, if there is one, into a stage."""
+def _copy_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
+    """Start copying the weights of the step at column k, if there is one, into a stage."""
     live = k < end
     _copy(w_s.index(stage), (w + k // 4) + w_at, mask=live)
     _copy(ws_s.index(stage), (w_scale + k // STEP) + ws_at, mask=live)
+
+
+@gluon.jit
+def _fill_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
+    """`_copy_weights`; the copies of a step end here."""
+    _copy_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end)
     async_copy.commit_group()
 
 

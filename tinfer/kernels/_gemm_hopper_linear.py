@@ -27,6 +27,7 @@ from tinfer.kernels._gemm_hopper import (
     STEP,
     _before,
     _copy,
+    _copy_weights,
     _leave,
     _next,
     _row_offsets,
@@ -46,14 +47,6 @@ def _weights(words, codes, ROWS: gl.constexpr):
     value = _scaled_pairs(words, codes, ROWS)
     value = value.reshape([ROWS, 2, 4, 4, 2, 2])  # row, b, t, i, j, half
     return value.permute((0, 1, 3, 4, 2, 5)).reshape([ROWS, STEP])
-
-
-@gluon.jit
-def _fill_weights(w_s, ws_s, stage, w, w_scale, w_at, ws_at, k, end):
-    """Start copying the weights of the step at column k, if there is one, into a stage."""
-    live = k < end
-    _copy(w_s.index(stage), (w + k // 4) + w_at, mask=live)
-    _copy(ws_s.index(stage), (w_scale + k // STEP) + ws_at, mask=live)
 
 
 @gluon.jit
@@ -123,7 +116,7 @@ def _linear_hopper_kernel(
         end = gl.minimum(stop - tile * steps, steps) * STEP
         acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
         for s in gl.static_range(STAGES - 1):
-            _fill_weights(w_s, ws_s, s, w_tile, w_scale, w_at, ws_at, start + s * STEP, end)
+            _copy_weights(w_s, ws_s, s, w_tile, w_scale, w_at, ws_at, start + s * STEP, end)
         gdc_wait()
         for s in gl.static_range(STAGES - 1):
             _fill_tokens(x_s, s, x, x_at, there, start + s * STEP, end, TOKENS)
@@ -132,7 +125,7 @@ def _linear_hopper_kernel(
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
             free, later = _before(stage, STAGES), k + (STAGES - 1) * STEP
-            _fill_weights(w_s, ws_s, free, w_tile, w_scale, w_at, ws_at, later, end)
+            _copy_weights(w_s, ws_s, free, w_tile, w_scale, w_at, ws_at, later, end)
             _fill_tokens(x_s, free, x, x_at, there, later, end, TOKENS)
             words = w_s.index(stage).load(_fragment(ROWS, WARPS))
             left = gl.convert_layout(

@@ -19,16 +19,19 @@ and a last kernel adds the ranges in fixed order and makes the mixes.
 What bounds many, at 4096 tokens on an H200 (cold, us): the boundary takes 179, of which 116 are
 `_hc_enter` (its bytes copy in 99) and the parts of fn, and about 60 the product, which reads the
 stream once more and, with fn's parts for every tile of tokens, 262 MB from the L2 cache at 4.8
-TB/s. The product took as
-long with its square sums made in `_hc_enter` (which then took 144: more registers), with two parts
-or all of fn as one operand, and with sums kept in the tensor cores; chunks of 512 to 2048 tokens,
-whose product reads from the L2 cache while the next chunk is written: 209 to 230. One pass over the
-stream was tried with fn's parts resident in shared memory and every operand in registers, each
-program walking over tokens within a range of columns: 170 in the best of its forms (next operands
-prefetched to registers, by asynchronous copies, or to the L2 cache; 64 or 128 bytes of a row at
-a time; 8 to 16 warps a processor), and the collapse, whose norm needs all ranges, is then still
-to be normalized. Write-back and product as programs of one launch, where the product follows
-within the L2 cache's reach: 198 to 217.
+TB/s. Tried:
+
+* The product took as long with its square sums made in `_hc_enter` (which then took 144: more
+  registers), with two parts or all of fn as one operand, and with sums kept in the tensor cores.
+* Chunks of 512 to 2048 tokens, whose product reads from the L2 cache while the next chunk is
+  written: 209 to 232.
+* One pass over the stream with fn's parts resident in shared memory and every operand in
+  registers, each program walking over tokens within a range of columns: 170 in the best of its
+  forms (next operands prefetched to registers, by asynchronous copies, or to the L2 cache; 64 or
+  128 bytes of a row at a time; 8 to 16 warps a processor), and the collapse, whose norm needs all
+  ranges, is then still to be normalized.
+* Write-back and product as programs of one launch, where the product follows within the L2
+  cache's reach: 198 to 217.
 
 fp32 quality on tensor cores: fn is split exactly into three bf16 parts, whose products with the
 bf16 stream are exact, and every column block is summed on its own before it is added in fp32.

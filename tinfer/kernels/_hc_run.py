@@ -20,13 +20,12 @@ from tinfer.kernels._hc_mix import (
     _hc_partial_kernel,
     _hc_parts_kernel,
 )
-from tinfer.kernels._target import Target, target
+from tinfer.kernels._target import TRITON, Target, target
 from tinfer.kernels.norm_rope import split_width
 
 Mixes = tuple[Tensor, Tensor, Tensor]
 
 
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 FEW_TOKENS = 128  # up to here one kernel does all but the last step
 # Up to here the kernel that stays in registers, whose programs take 32 columns. The boundary in a
 # graph on an H200: 8.2 us at 16 tokens; at 64 tokens 15.7, the other kernel 13.0.
@@ -96,7 +95,7 @@ def _partial(stream: Tensor, splits: int) -> tuple[Tensor, int, int]:
 
 def _in_registers(rows: int, copies: int, width: int, device: Target) -> bool:
     """Whether `_hc_few` takes the call."""
-    if device.backend != "cuda" or _TRITON < (3, 6):
+    if device.backend != "cuda" or TRITON < (3, 6):
         return False
     return rows <= REGISTER_TOKENS and copies == 4 and width % 32 == 0
 

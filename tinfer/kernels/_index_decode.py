@@ -7,10 +7,9 @@ import triton
 from torch import Tensor
 
 from tinfer.kernels._call import MAX_PROGRAMS
-from tinfer.kernels._target import Target
+from tinfer.kernels._target import TRITON, Target
 from tinfer.kv_layout import KVLayout
 
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TILE_PAIR = 128  # keys of two tiles
 PROGRAMS = 5  # a processor, which 96 registers let run at a time
 
@@ -26,7 +25,7 @@ def takes_hopper(
     words = (*layout.triple, layout.page_bytes, cache.stride(0), cache.storage_offset())
     return (
         (on.backend, on.arch) == ("cuda", 90)
-        and _TRITON >= (3, 6)
+        and TRITON >= (3, 6)
         and (layout.dim, layout.value, layout.group, layout.scale) == (128, "e2m1", 32, "ue8m0")
         and layout.page_size % (TILE_PAIR // 2) == 0
         and all(n % 4 == 0 for n in words)

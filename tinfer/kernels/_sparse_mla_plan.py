@@ -11,14 +11,13 @@ from torch import Tensor
 
 from tinfer.compat.sparse_mla import BLOCK
 from tinfer.kernels._sparse_mla_tile import Key, layout_key
-from tinfer.kernels._target import Target
+from tinfer.kernels._target import TRITON, Target
 from tinfer.kv_layout import KVLayout
 
 SLOT_LIMIT = 2**31 - 1  # slots are int32
 MAX_SPLITS = 32
 UNPACK_ROWS = 64  # cache rows a token up to which unpacking them all pays
 HOPPER_WIDTH = 2048  # lists up to this width share one compiled Hopper kernel
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def _unpacks(sources: list[Source], tokens: int) -> bool:
 def _fits_hopper(q: Tensor, sources: list[Source], value_dim: int, on: Target) -> bool:
     """Whether the Hopper kernels can take the call: aligned rows of 512 channels, either all
     bf16 or all packed, and no block of keys that straddles both lists."""
-    if on.backend != "cuda" or on.arch != 90 or _TRITON < (3, 6):
+    if on.backend != "cuda" or on.arch != 90 or TRITON < (3, 6):
         return False
     if q.shape[2] != 512 or value_dim != 512 or q.shape[1] < 16:
         return False

@@ -14,9 +14,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from tinfer.kernels._jit import INTERPRET
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])  # (major, minor)
 _CUDA_SHARED_KIB = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 

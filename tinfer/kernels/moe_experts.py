@@ -22,13 +22,12 @@ from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason,
 from tinfer.kernels._moe_many import _expert_down_many_kernel, _expert_up_many_kernel
 from tinfer.kernels._moe_stream import _expert_down_kernel, _expert_up_kernel
 from tinfer.kernels._moe_tiles import expert_tiles
-from tinfer.kernels._target import Target, target
+from tinfer.kernels._target import TRITON, Target, target
 from tinfer.kernels.gemm import dequantize, is_packed
 from tinfer.kernels.moe_permute import expert_combine, expert_permute
 
 Options = dict[str, Any]
 BLOCKS = {"e2m1": 128, "e4m3": 64}  # columns of a block of K
-_TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Ta
             sizes = (64, 64, 16)
             hopper = fmt == "e2m1" and (device.backend, device.arch) == ("cuda", 90)
         capacity = max(sizes[0], sizes[1] + sizes[2])
-        hopper = hopper and _TRITON >= (3, 6)
+        hopper = hopper and TRITON >= (3, 6)
         return Plan(fmt, average, fmt, capacity, sizes, packed, stages, hopper)
     tile = 8 if average <= 5 else 16 if average <= 12 else 64
     order = "eights" if fp4 else "natural"
