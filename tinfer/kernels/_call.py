@@ -25,10 +25,15 @@ def device_reason(**tensors: Tensor | None) -> str | None:
     return None
 
 
+def scattered(x: Tensor) -> bool:
+    """Whether neighbours in the last dimension lie apart; where there are none, none do."""
+    return x.numel() > 0 and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
+
+
 def stride_reason(**tensors: Tensor | None) -> str | None:
     """The first tensor whose last dimension is not contiguous, as a reason, or None."""
     for name, x in tensors.items():
-        if x is not None and x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x is not None and scattered(x):
             return f"{name} has stride {x.stride(-1)} in its last dimension"
     return None
 

@@ -29,8 +29,9 @@ def is_packed(device: Target) -> bool:
 
 
 def aligned(x: Tensor, unit: int = 16) -> bool:
-    """Whether every row is a multiple of `unit` bytes long (the launch checks the first)."""
-    return all(s * x.element_size() % unit == 0 for s in x.stride()[:-1])
+    """Whether every row starts at a multiple of `unit` bytes; memory itself is allocated at one."""
+    starts = (x.storage_offset(), *x.stride()[:-1])
+    return all(s * x.element_size() % unit == 0 for s in starts)
 
 
 def takes_few(x: Tensor, w: Tensor) -> bool:
@@ -156,9 +157,7 @@ def takes_hopper(x: Tensor, w: Tensor, w_s: Tensor, device: Target) -> bool:
         return False
     if x.shape[2] % _STEP or w.shape[0] // x.shape[1] % 64:
         return False
-    if any(v.storage_offset() * v.element_size() % 16 for v in (x, w)):
-        return False
-    return w_s.storage_offset() % 4 == 0 and aligned(w_s, 4)
+    return aligned(x) and aligned(w) and aligned(w_s, 4)
 
 
 def _few_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:

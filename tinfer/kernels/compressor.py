@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import compressor as ref
+from tinfer.kernels._call import scattered
 from tinfer.kernels._jit import to_bf16
 
 MAX_PROGRAMS = 65535
@@ -176,7 +177,7 @@ def supports_compress_pool(
     kv: Tensor, score: Tensor, positions: Tensor, seq: Tensor, state: Tensor, ratio: int
 ) -> str | None:
     """Channels contiguous."""
-    if kv.dim() == 2 and (kv.stride(1) != 1 or score.stride(1) != 1):
+    if scattered(kv) or scattered(score):
         return "channels of kv or score are not contiguous"
     return None
 

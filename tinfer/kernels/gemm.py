@@ -58,7 +58,10 @@ def dequantize(
     out = torch.empty(rows, k, dtype=torch.bfloat16, device=q.device)
     if not out.numel():
         return out
-    if k % 8 or q.stride(0) % 8:
+    whole = not (k % 8 or q.stride(0) % 8 or q.storage_offset() % 4)
+    if order != "natural" and not whole:
+        q, whole = q.clone(memory_format=torch.contiguous_format), True
+    if not whole:
         block = 1024
         grid = (min(triton.cdiv(out.numel(), block), MAX_PROGRAMS),)
         sizes = (out.numel(), k, q.stride(0), s.stride(0))
@@ -216,7 +219,7 @@ def _product(x: Tensor, weight: Tensor, out: Tensor) -> None:
 def supports_linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> str | None:
     """Rows contiguous; the groups of a token in one piece."""
     operands = {"x": x, "weight": weight, "scale": scale}
-    if x.shape[1] > 1 and x.stride(1) != x.shape[2]:
+    if x.numel() and x.shape[1] > 1 and x.stride(1) != x.shape[2]:
         return f"x has stride {x.stride(1)} between groups of {x.shape[2]}"
     return device_reason(**operands) or stride_reason(**operands)
 

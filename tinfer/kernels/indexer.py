@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import indexer as ref
+from tinfer.kernels._call import scattered
 from tinfer.kernels._index_decode import launch_hopper, takes_hopper
 from tinfer.kernels._index_scores import page_of, pages_of, query_operands, score_tile
 from tinfer.kernels._target import Target, target
@@ -296,7 +297,7 @@ def supports_index_logits_blocks(
     visible: Tensor,
 ) -> str | None:
     """As index_logits; rows of blocks contiguous."""
-    if blocks.dim() == 2 and blocks.stride(1) != 1:
+    if scattered(blocks):
         return "rows of blocks are not contiguous"
     return supports_index_logits(q, q_s, weights, cache, layout, block_table, seq, visible, 0)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import indices as ref
+from tinfer.kernels._call import scattered
 
 MAX_PROGRAMS = 65535
 BLOCK = 1024
@@ -97,7 +98,7 @@ def supports_range_slots(
     width: int,
 ) -> str | None:
     """Rows of the block table contiguous."""
-    if block_table.dim() == 2 and block_table.stride(1) != 1:
+    if scattered(block_table):
         return "rows of block_table are not contiguous"
     return None
 
@@ -138,7 +139,7 @@ def supports_ids_to_slots(
     ids: Tensor, seq: Tensor, block_table: Tensor, page_size: int
 ) -> str | None:
     """Rows of the block table contiguous; element numbers in int32."""
-    if block_table.dim() == 2 and block_table.stride(1) != 1:
+    if scattered(block_table):
         return "rows of block_table are not contiguous"
     if ids.numel() >= 2**31:
         return "2^31 ids or more"

@@ -101,6 +101,9 @@ def supports_moe_experts(
     """Contiguous weights, ids and routing weights; rows of activations contiguous."""
     whole = {"ids": ids, "weights": weights, "w13": w13, "w13_s": w13_s, "w2": w2, "w2_s": w2_s}
     rows = {"q": q, "s": s, "shared": shared}
+    for name in ("w13", "w2"):
+        if whole[name].storage_offset() % 4:
+            return f"{name} starts within a word of memory"
     return device_reason(**whole, **rows) or contiguous_reason(**whole) or stride_reason(**rows)
 
 

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from tinfer.compat.sparse_mla import BLOCK, check_sparse_mla
-from tinfer.kernels._call import MAX_PROGRAMS, device_reason
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason, scattered
 from tinfer.kernels._sparse_mla_combine import _sparse_mla_combine_kernel
 from tinfer.kernels._sparse_mla_forward import _sparse_mla_kernel
 from tinfer.kernels._sparse_mla_plan import (
@@ -84,7 +84,7 @@ def supports_sparse_mla(
         return reason
     if scale <= 0:
         return f"scale is {scale}, not positive"
-    if q.stride(2) != 1:
+    if scattered(q):
         return "q's last dimension is not contiguous"
     if q.shape[2] > 1024:
         return f"rows of {q.shape[2]} channels exceed a tile"

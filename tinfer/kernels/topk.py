@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from tinfer.compat import topk as ref
+from tinfer.kernels._call import scattered
 from tinfer.kernels._candidates import (
     block_max_kernel,
     candidate_lengths_kernel,
@@ -210,7 +211,7 @@ def supports_topk_indices(
     out: Tensor | None = None,
 ) -> str | None:
     """Columns contiguous, k at most 2048."""
-    if scores.dim() == 2 and scores.stride(1) != 1:
+    if scattered(scores):
         return "columns of scores are not contiguous"
     if k > MAX_K:
         return f"k above {MAX_K}"
@@ -293,7 +294,7 @@ def supports_restore_candidates(
     ids: Tensor, blocks: Tensor, block_size: int, out: Tensor | None = None
 ) -> str | None:
     """Rows of blocks contiguous; element numbers in int32."""
-    if blocks.dim() == 2 and blocks.stride(1) != 1:
+    if scattered(blocks):
         return "rows of blocks are not contiguous"
     if ids.numel() >= 2**31:
         return "2^31 ids or more"
