@@ -163,12 +163,12 @@ class KVLayout:
         return cls(dim, "bf16", 0, "none", page_size, interleaved=True)
 
 
-def check_cache(op: str, cache: Tensor, layout: KVLayout) -> None:
+def check_cache(op: str, cache: Tensor, layout: KVLayout, name: str = "cache") -> None:
     """The cache fits the layout: uint8 `[num_pages, page_bytes]`, contiguous within a page."""
     if cache.dtype != torch.uint8:
-        raise TypeError(f"{op}: cache must be uint8, got {cache.dtype}")
+        raise TypeError(f"{op}: {name} must be uint8, got {cache.dtype}")
     if cache.dim() != 2 or cache.shape[1] != layout.page_bytes or cache.stride(1) != 1:
         raise ValueError(
-            f"{op}: cache must be [num_pages, {layout.page_bytes}] with contiguous pages, "
+            f"{op}: {name} must be [num_pages, {layout.page_bytes}] with contiguous pages, "
             f"got {list(cache.shape)} with strides {list(cache.stride())}"
         )

@@ -160,3 +160,5 @@ def test_wrong_arguments(impl: str, device: str) -> None:
             ops.compress_pool(kv, kv, at, at, state, 0)
         with pytest.raises(ValueError, match="compress_pool: seq must be"):
             ops.compress_pool(kv, kv, at, at.repeat(2), state, 2)
+        with pytest.raises(ValueError, match=r"compress_pool: kv and score must be \[T, D\]"):
+            ops.compress_pool(kv[0, 0], kv, at, at, state, 2)

@@ -287,6 +287,33 @@ def test_chunks_of_rows_change_nothing(device: str, seed: int) -> None:
 ROWS = ("q", "q_s", "weights", "seq", "visible")
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_lengths_beyond_the_pages_are_clamped(impl: str, device: str, seed: int) -> None:
+    """A length that no row of the block table has pages for reads no page behind the row."""
+    (case,) = [c for c in CASES if c.id == "index_logits-padded"]
+    good = case.arguments(seed, device)
+    table, page = good["block_table"][:, :1], good["layout"].page_size
+    wide = torch.full((len(table), 8), 2**30, dtype=torch.int32, device=device)
+    wide[:, :1] = table
+    good["cache"].fill_(0x70)  # a key in every row
+    good |= {"block_table": wide[:, :1], "max_visible": 3 * page}
+    beyond = good | {"visible": torch.full_like(good["visible"], 2 * page + 1)}
+    ends = good | {"visible": torch.full_like(good["visible"], page)}
+    with use_kernels(impl):
+        assert torch.equal(ops.index_logits(**beyond), ops.index_logits(**ends))
+        blocks = torch.arange(3, device=device, dtype=torch.int32).expand(len(good["q"]), 3)
+        both = [
+            ops.index_logits_blocks(
+                **{k: v for k, v in a.items() if k != "max_visible"},
+                blocks=blocks,
+                block_size=page,
+            )
+            for a in (beyond, ends)
+        ]
+    assert torch.equal(*both)
+    assert both[0][:, page:].isneginf().all()
+
+
 @pytest.mark.gpu
 def test_capture(device: str, seed: int) -> None:
     case = next(c for c in CASES if c.id == "index_logits-decode-64x32768")
@@ -310,6 +337,7 @@ def test_wrong_arguments(impl: str, device: str, seed: int) -> None:
             ({"weights": good["weights"][:, :1]}, ValueError, "index_logits: weights must be"),
             ({"visible": good["visible"].long()}, TypeError, "index_logits: visible must be"),
             ({"cache": good["cache"][:, 1:]}, ValueError, "index_logits: cache must be"),
+            ({"max_visible": -1}, ValueError, "index_logits: max_visible must be >= 0, got -1"),
         ):
             with pytest.raises(error, match=message):
                 ops.index_logits(**(good | change))

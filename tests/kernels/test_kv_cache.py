@@ -236,3 +236,6 @@ def test_wrong_arguments(impl: str, device: str) -> None:
             ops.load_kv(cache[:, 1:], layout, at)
         with pytest.raises(TypeError, match="load_kv: slots must be int32 or int64"):
             ops.load_kv(cache, layout, at.float())
+        cos_sin, weight = table(4, 16, x.device), torch.ones(64, device=device)
+        with pytest.raises(ValueError, match="store_kv_rope: eps must be >= 0, got nan"):
+            ops.store_kv_rope(x, weight, float("nan"), cos_sin, at, at, cache, layout)

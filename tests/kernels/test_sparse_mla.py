@@ -253,6 +253,7 @@ def test_both_refuse_alike(device: str) -> None:
         ({"window_layout": KVLayout.rows_bf16(32)}, ValueError, "must be"),
         ({"value_dim": 65}, ValueError, "value_dim must be in 1..64"),
         ({"scale": INF}, ValueError, "scale must be finite"),
+        ({"window_cache": arguments["q"]}, TypeError, "window_cache must be uint8"),
     ]
     for change, error, message in wrong:
         for implementation in (ops.sparse_mla.ref, ops.sparse_mla.kernel):

@@ -250,3 +250,5 @@ def test_wrong_arguments(impl: str, device: str) -> None:
             ops.candidate_lengths(lengths, 0, 2)
         with pytest.raises(ValueError, match="restore_candidates: blocks must be"):
             ops.restore_candidates(lengths[:, None], lengths[:1, None], 8)
+        with pytest.raises(ValueError, match=r"restore_candidates: ids must be \[T, n\], got \[\]"):
+            ops.restore_candidates(lengths[0], lengths[:, None], 8)

@@ -13,15 +13,15 @@ def check_compress_pool(
     for name, x in (("kv", kv), ("score", score), ("state", state)):
         if x.dtype != torch.float32:
             raise TypeError(f"{op}: {name} must be float32, got {x.dtype}")
+    if kv.dim() != 2 or score.shape != kv.shape:
+        raise ValueError(
+            f"{op}: kv and score must be [T, D] alike, got {list(kv.shape)}, {list(score.shape)}"
+        )
     for name, x in (("positions", positions), ("seq", seq)):
         if x.dtype != torch.int64:
             raise TypeError(f"{op}: {name} must be int64, got {x.dtype}")
         if x.shape != kv.shape[:1]:
             raise ValueError(f"{op}: {name} must be [{len(kv)}], got {list(x.shape)}")
-    if kv.dim() != 2 or score.shape != kv.shape:
-        raise ValueError(
-            f"{op}: kv and score must be [T, D] alike, got {list(kv.shape)}, {list(score.shape)}"
-        )
     if ratio < 1:
         raise ValueError(f"{op}: ratio must be positive, got {ratio}")
     ring = state.shape[1] if state.dim() == 4 else 0

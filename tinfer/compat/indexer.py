@@ -24,6 +24,7 @@ def check_index_logits(
     block_table: Tensor,
     seq: Tensor,
     visible: Tensor,
+    max_visible: int = 0,
 ) -> None:
     """Shared by index_logits and index_logits_blocks."""
     dtypes = (
@@ -53,6 +54,8 @@ def check_index_logits(
             raise ValueError(f"{op}: {name} must be {list(shape)}, got {list(x.shape)}")
     if block_table.dim() != 2:
         raise ValueError(f"{op}: block_table must be [S, nblk], got {list(block_table.shape)}")
+    if max_visible < 0:
+        raise ValueError(f"{op}: max_visible must be >= 0, got {max_visible}")
     check_cache(op, cache, layout)
 
 
@@ -100,8 +103,9 @@ def index_logits(
     cache        uint8 [num_pages, page_bytes]: index keys in any `layout` of dimension Di
     block_table  int32 [S, nblk], pages of each sequence
     seq          int64 [T], row of block_table; -1 marks a padded row
-    visible      int32 [T]: keys 0..visible-1 count; clamped to max_visible. Keys at and beyond
-                 it are never read, nor are their pages
+    visible      int32 [T]: keys 0..visible-1 count; clamped to max_visible and to the keys that
+                 a row of block_table has pages for. Keys at and beyond it are never read, nor
+                 are their pages
     max_visible  columns of the output
 
     Returns: fp32 [T, max_visible]; L[t, j] = sum_h relu(q[t, h] . k[j]) * weights[t, h] for
@@ -111,10 +115,12 @@ def index_logits(
     weighted sum over heads, fp32 to the end (the release rounds to bf16 at each step).
     Source: the release's indexer; per-sequence keys always (each source reads its own).
     """
-    check_index_logits("index_logits", q, q_s, weights, cache, layout, block_table, seq, visible)
+    given = (q, q_s, weights, cache, layout, block_table, seq, visible, max_visible)
+    check_index_logits("index_logits", *given)
     out = torch.full((len(q), max_visible), float("-inf"), device=q.device)
     queries = _dequantize_queries(q, q_s)
-    visible, table = visible.clamp(0, max_visible), block_table.long()
+    capacity = block_table.shape[1] * layout.page_size
+    visible, table = visible.clamp(0, min(max_visible, capacity)), block_table.long()
     columns = torch.arange(max_visible, device=q.device)
     for start, stop in _runs(seq.tolist(), ROWS_AT_ONCE):
         seen = visible[start:stop, None]
@@ -167,7 +173,8 @@ def index_logits_blocks(
     check_index_logits_blocks(blocks, len(q), block_size)
     inside = torch.arange(block_size, device=q.device)
     keys = (blocks.long()[..., None] * block_size + inside).flatten(1)
-    valid = (blocks >= 0).repeat_interleave(block_size, 1) & (keys < visible[:, None])
+    seen = visible.clamp(max=block_table.shape[1] * layout.page_size)
+    valid = (blocks >= 0).repeat_interleave(block_size, 1) & (keys < seen[:, None])
     valid &= (seq >= 0)[:, None]
     out = torch.full(keys.shape, float("-inf"), device=q.device)
     if not out.numel():

@@ -121,6 +121,7 @@ def load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> Tensor:
 def check_store_kv_rope(
     x: Tensor,
     weight: Tensor | None,
+    eps: float,
     cos_sin: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -133,6 +134,8 @@ def check_store_kv_rope(
         raise ValueError(f"{op}: weight must be [{layout.dim}], got {list(weight.shape)}")
     if weight is not None and weight.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"{op}: weight must be bfloat16 or float32, got {weight.dtype}")
+    if weight is not None and not eps >= 0:
+        raise ValueError(f"{op}: eps must be >= 0, got {eps}")
     if cos_sin.dtype != torch.float32:
         raise TypeError(f"{op}: cos_sin must be float32, got {cos_sin.dtype}")
     if cos_sin.dim() != 2 or cos_sin.shape[1] % 2 or cos_sin.shape[1] > layout.dim:
@@ -166,7 +169,7 @@ def store_kv_rope(
     `store_kv` in turn.
     Source: the release's attention (kv_norm, rope, act_quant) and compressor (rope, fp4).
     """
-    check_store_kv_rope(x, weight, cos_sin, positions, slots, cache, layout)
+    check_store_kv_rope(x, weight, eps, cos_sin, positions, slots, cache, layout)
     keep = slots >= 0
     rows = x[keep] if weight is None else rms_norm(x[keep], weight, eps)
     rows = rows[:, None].clone()

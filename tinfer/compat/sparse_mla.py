@@ -29,7 +29,7 @@ def _check_source(
     lengths: Tensor | None,
     q: Tensor,
 ) -> None:
-    check_cache(op, cache, layout)
+    check_cache(op, cache, layout, f"{name}_cache")
     require(layout.dim == q.shape[2], op, f"{name}_layout.dim", f"{q.shape[2]}", layout.dim)
     require_dtype(op, f"{name}_slots", slots, torch.int32)
     require_shape(op, f"{name}_slots", slots, (q.shape[0], "K"))

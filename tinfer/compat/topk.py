@@ -148,7 +148,8 @@ def check_restore_candidates(
         if x.dtype != torch.int32:
             raise TypeError(f"{op}: {name} must be int32, got {x.dtype}")
         if x.dim() != 2 or len(x) != len(ids):
-            raise ValueError(f"{op}: {name} must be [{len(ids)}, n], got {list(x.shape)}")
+            rows = "T" if x is ids else len(ids)
+            raise ValueError(f"{op}: {name} must be [{rows}, n], got {list(x.shape)}")
     if out is not None and out.shape != ids.shape:
         raise ValueError(f"{op}: out must be {list(ids.shape)}, got {list(out.shape)}")
     if block_size < 1:

@@ -34,7 +34,7 @@ from tinfer.kv_layout import KVLayout
 MAX_PROGRAMS = 65535
 
 
-@triton.jit(do_not_specialize=["tokens", "columns", "tiles", "splits", "span"])
+@triton.jit(do_not_specialize=["tokens", "columns", "capacity", "tiles", "splits", "span"])
 def _index_logits_kernel(
     q_ptr,  # uint8 [T, HEADS, DIM / 2], or int32 words if FAST
     q_scale_ptr,  # uint8 [T, HEADS, DIM / 32]
@@ -48,6 +48,7 @@ def _index_logits_kernel(
     out_ptr,  # fp32 [T, columns]
     tokens,
     columns,
+    capacity,  # keys that a row of the table has pages for
     tiles,
     splits,
     span,  # columns of one program, a multiple of KEYS
@@ -80,7 +81,7 @@ def _index_logits_kernel(
         lane = tl.arange(0, TOKENS)
         row = (token + lane).to(tl.int64)
         seq = tl.load(seq_ptr + row, mask=row < tokens, other=-1)
-        visible = tl.load(visible_ptr + row, mask=seq >= 0, other=0)
+        visible = tl.minimum(tl.load(visible_ptr + row, mask=seq >= 0, other=0), capacity)
         out_row = out_ptr + row[None, :] * out_stride
         queries, weight = query_operands(
             q_ptr, q_scale_ptr, weights_ptr, token, tokens,
@@ -209,7 +210,10 @@ def _launch(
     if not out.numel():
         return out
     on = target(q.device)
+    capacity = block_table.shape[1] * layout.page_size
     if blocks is None and takes_hopper(q, cache, layout, block_table, on):
+        if capacity < columns:
+            visible = visible.clamp(max=capacity)
         launch_hopper(q, q_s, weights, cache, layout, block_table, seq, visible, out, on)
         return out
     heads_p = max(16, triton.next_power_of_2(heads))
@@ -231,6 +235,7 @@ def _launch(
         out,
         tokens,
         columns,
+        capacity,
         tiles,
         splits,
         span,
@@ -279,9 +284,9 @@ def index_logits(
     visible: Tensor,
     max_visible: int,
 ) -> Tensor:
-    op = "index_logits"
-    ref.check_index_logits(op, q, q_s, weights, cache, layout, block_table, seq, visible)
-    return _launch(q, q_s, weights, cache, layout, block_table, seq, visible, max_visible)
+    given = (q, q_s, weights, cache, layout, block_table, seq, visible, max_visible)
+    ref.check_index_logits("index_logits", *given)
+    return _launch(*given)
 
 
 def supports_index_logits_blocks(

@@ -238,7 +238,7 @@ def store_kv_rope(
     cache: Tensor,
     layout: KVLayout,
 ) -> None:
-    ref.check_store_kv_rope(x, weight, cos_sin, positions, slots, cache, layout)
+    ref.check_store_kv_rope(x, weight, eps, cos_sin, positions, slots, cache, layout)
     if cos_sin.shape[1] == 0:
         cos_sin = None
     _store(x, weight, eps, cos_sin, positions, slots, cache, layout)
