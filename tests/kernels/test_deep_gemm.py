@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.data.golden.check_golden import Golden, OpCase
 from tinfer import ops, registry
 from tinfer.compat import deep_gemm
 from tinfer.compat.casts import per_block_cast, per_token_cast
@@ -28,7 +29,8 @@ COSTLY = 1e-2  # any fp8 re-rounding shows at least this
 
 def _dequantize(operand: tuple[Tensor, Tensor]) -> Tensor:
     q, s = operand
-    rows, tall = q.shape[-2], -(-q.shape[-2] // s.shape[-2])
+    rows = q.shape[-2]
+    tall = 1 if s.shape[-2] == rows else 128
     scale = s.repeat_interleave(tall, -2)[..., :rows, :].repeat_interleave(128, -1)
     return decode_e4m3(as_bytes(q)) * scale[..., : q.shape[-1]]
 
@@ -99,6 +101,27 @@ def _experts(seed: int) -> Arguments:
     return a
 
 
+GOLDEN_128 = [
+    c
+    for op in ("fp8_gemm", "fp4_gemm")
+    for c in Golden("tests/data/golden").ops(op)
+    if c.inputs["a_s"].dtype == torch.float32
+]
+
+
+@pytest.mark.parametrize("case", GOLDEN_128, ids=lambda c: f"{c.op}-{c.case}")
+def test_vectors_of_128_wide_scales(case: OpCase) -> None:
+    """The release's reference on the library's own format, as the stand-in reads it."""
+    a, b = ((case.inputs[n], case.inputs[f"{n}_s"]) for n in ("a", "b"))
+    out = torch.empty(len(a[0]), len(b[0]))
+    if case.op == "fp8_gemm":
+        StandIn().fp8_gemm_nt(a, b, out, recipe=(1, 128, 128), disable_ue8m0_cast=True)
+    else:
+        weight = Fp4Group32(as_bytes(b[0]), as_bytes(b[1])).dequantize(torch.float32)
+        torch.mm(_dequantize(a), weight.t(), out=out)
+    case.check({"c_f32": out, "c_bf16": out.bfloat16()})
+
+
 def test_linear_fp8_is_requantized_and_says_so(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     library, a = StandIn(), _linear(seed)
     adapter, weight = deep_gemm.load(library), Fp8Block32(a["weight"], a["scale"])
@@ -119,6 +142,21 @@ def test_moe_experts_through_contiguous_groups(seed: int) -> None:
     # Three requantized products in all: two meet in SwiGLU, the third follows.
     assert COSTLY < errors(got, ops.moe_experts.ref(**a))[0] < 3**0.5 * REQUANTIZED
     assert library.calls == ["contiguous", "contiguous"]
+
+
+def test_no_tokens_and_narrow_weights(seed: int) -> None:
+    """MO-06: a rank without tokens calls nothing; K must be a multiple of the library's 128."""
+    library, a = StandIn(), _experts(seed)
+    adapter = deep_gemm.load(library)
+    none = {n: a[n][:0] for n in ("q", "s", "ids", "weights", "shared")}
+    assert adapter.moe_experts(**a | none).shape == (0, 128)
+    narrow = _linear(seed)
+    narrow = {n: x[:, :96] if n in ("q", "weight") else x[:, :3] for n, x in narrow.items()}
+    with pytest.raises(ValueError, match="deep_gemm: weight must be of 128s of columns, got 96"):
+        adapter.linear_fp8(**narrow)
+    zero = Fp8Block32(torch.zeros(32, 128, dtype=torch.uint8), torch.full((1, 4), 127).byte())
+    assert deep_gemm.requantization_error(zero, adapter.requantized(zero)) == 0.0
+    assert library.calls == []
 
 
 def test_masked_groups(seed: int) -> None:
@@ -159,6 +197,9 @@ def test_errors_name_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     library = StandIn()
     library.__version__ = "1.9.0"
     with pytest.raises(ImportError, match=r"version must be at least 2\.0, got 1\.9\.0"):
+        deep_gemm.load(library)
+    for version in ("2", "2.5a1", "v2.1.0+local", "10.0"):
+        library.__version__ = version
         deep_gemm.load(library)
     library.__version__ = "2.6.1"
     monkeypatch.setattr(StandIn, "fp8_gemm_nt", None)

@@ -47,6 +47,7 @@ def test_compiles(target: str) -> None:
 
 # ---------------------------------------------------------------- golden vectors
 def _golden(op: str) -> list[OpCase]:
+    """Those of the release's scales; test_deep_gemm has those with one fp32 scale per 128."""
     return [
         c
         for c in GOLDEN.ops(op)

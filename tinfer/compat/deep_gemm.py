@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 from types import ModuleType
 from typing import Any
 
@@ -54,8 +55,8 @@ def load(module: ModuleType | None = None) -> DeepGemm:
                 name="deep_gemm",
             ) from e
     version = str(getattr(module, "__version__", "unknown"))
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
-    if numbers < MINIMUM:
+    found = re.match(r"v?(\d+)(?:\.(\d+))?", version)
+    if found is None or (int(found[1]), int(found[2] or 0)) < MINIMUM:
         wanted = ".".join(map(str, MINIMUM))
         raise ImportError(
             f"deep_gemm: version must be at least {wanted}, got {version}", name="deep_gemm"
@@ -69,7 +70,8 @@ def load(module: ModuleType | None = None) -> DeepGemm:
 def requantization_error(exact: Fp8Block32 | Fp4Group32, requantized: Fp8Block128) -> float:
     """Relative L2 of the requantized weight to the stored one."""
     want = exact.dequantize(torch.float32)
-    return float((requantized.dequantize(torch.float32) - want).norm() / want.norm())
+    error = (requantized.dequantize(torch.float32) - want).norm()
+    return float(error / want.norm()) if want.any() else 0.0
 
 
 class DeepGemm:
@@ -86,6 +88,8 @@ class DeepGemm:
         """The weight in the library's format, converted once per weight tensor."""
         found: Fp8Block128 | None = self._requantized.get(weight.weight)
         if found is None:
+            columns = weight.weight.shape[-1] * (2 if isinstance(weight, Fp4Group32) else 1)
+            require(columns % 128 == 0, "deep_gemm", "weight", "of 128s of columns", columns)
             if isinstance(weight, Fp4Group32):
                 found = requantize_fp4(weight, "fp32")
             else:
@@ -97,7 +101,6 @@ class DeepGemm:
         return found
 
     def _operands(self, x: Tensor, weight: Fp8Block128) -> tuple[Any, Any]:
-        require(x.shape[-1] % 128 == 0, "deep_gemm", "K", "divisible by 128", x.shape[-1])
         q, s = per_token_cast(x.flatten(0, -2), "e4m3", 128, "fp32")
         q, s = q.view(x.shape), s.view(*x.shape[:-1], -1)
         scale = self._module.get_mn_major_tma_aligned_tensor(s)
@@ -164,6 +167,8 @@ class DeepGemm:
         check_moe_experts(q, s, ids, weights, w13, w13_s, w2, w2_s, limit, shared)
         if not is_fp4(w13, q.shape[1]):
             raise NotImplementedError("deep_gemm: moe_experts takes fp4 experts only")
+        if not ids.numel():
+            return torch.zeros_like(q, dtype=torch.bfloat16) if shared is None else shared.clone()
         token, slot, back, start, end = expert_permute(ids, len(w13), ALIGNMENT)
         row = torch.arange(len(token), dtype=torch.int32, device=q.device)[:, None]
         inside = (row >= start) & (row < end)
