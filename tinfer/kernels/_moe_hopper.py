@@ -1,4 +1,4 @@
-"""The second expert product of many tokens an expert for Hopper, warp-specialized.
+"""Expert products of many tokens an expert for Hopper, warp-specialized.
 
 A program walks over items: a tile of tokens (`_moe_tiles`) and a block of 256 weight rows. Four
 consumers own 64 of these rows each; a producer copies packed weights and tokens, 128 columns a
@@ -8,6 +8,10 @@ work for others.
 
 A tile of at most N1 tokens takes one product, a larger one a second of N2 columns on the same
 decoded weights. Items of one tile follow each other, so that its tokens stay in the L2 cache.
+
+Both products leave rows of bf16. What follows the first, SwiGLU and the cast, is a launch of its
+own (`_moe_activate`): consumers have no registers for it, and without enough of them the compiler
+lets no two tensor-core instructions overlap (first product and all, H200, 4096 tokens: 5451 us).
 
 Signals, by place in `bars`: s: buffer s is full; STAGES + s: all consumers are done with it.
 """
@@ -157,7 +161,8 @@ def _consume(
     """Consumer C: rows 64 * C .. 64 * C + 63 of every block."""
     blocks = gl.cdiv(D, 256)
     stage, phase = 0, 0
-    for item in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+    item, items = gl.program_id(0), count * blocks
+    while item < items:
         first, expert, pos, rows = _item(item, tiles, blocks)
         if expert >= 0:
             first += C * ROWS
@@ -175,44 +180,24 @@ def _consume(
                 )
                 _store_rows(low, y, pos, rows, first, D)
                 _store_rows(high, y, pos + N1, rows - N1, first, D)
+        else:
+            item = items  # only unused tiles follow
+        item += gl.num_programs(0)
 
 
 @gluon.jit
-def _consume_0(
-    w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K,
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 0)
-
-
-@gluon.jit
-def _consume_1(
-    w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K,
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 1)
-
-
-@gluon.jit
-def _consume_2(
-    w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K,
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 2)
-
-
-@gluon.jit
-def _consume_3(
-    w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K,
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    _consume(w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 3)
+def _token_rows(x, pos_to_token, pos, n, rows, K, GATHER: gl.constexpr):
+    """Pointers [n, 1] to the token of each routed row; of those past the tile's rows to some."""
+    row = pos + n
+    if GATHER:
+        row = gl.load(pos_to_token + row, mask=n < rows, other=0)
+    return (x + row.to(gl.int64) * K)[:, None]
 
 
 @gluon.jit
 def _produce(
-    w_s, x_s, x2_s, bars, x, w, w_stride, tiles, count, D, K,
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
+    w_s, x_s, x2_s, bars, x, pos_to_token, w, w_stride, tiles, count, D, K,
+    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
     W: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     X: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -224,13 +209,14 @@ def _produce(
     n1 = gl.arange(0, N1, gl.SliceLayout(1, X))
     n2 = N1 + gl.arange(0, N2, gl.SliceLayout(1, X))
     stage, phase = 0, 1
-    for item in range(gl.program_id(0), count * blocks, gl.num_programs(0)):
+    item, items = gl.program_id(0), count * blocks
+    while item < items:
         first, expert, pos, rows = _item(item, tiles, blocks)
         if expert >= 0:
             row = gl.minimum(first + r, D - 1)[:, None]
             w_at = w + expert * D * w_stride + (row * w_stride + word)
-            x_at = (x + (pos + n1).to(gl.int64) * K)[:, None] + column
-            x2_at = (x + (pos + n2).to(gl.int64) * K)[:, None] + column
+            x_at = _token_rows(x, pos_to_token, pos, n1, rows, K, GATHER) + column
+            x2_at = _token_rows(x, pos_to_token, pos, n2, rows, K, GATHER) + column
             live, live2 = (n1 < rows)[:, None], (n2 < rows)[:, None]
             for k in range(0, K, STEP):
                 mbarrier.wait(bars.index(STAGES + stage), phase)
@@ -240,18 +226,23 @@ def _produce(
                     _copy(x2_s.index(stage), x2_at + k, mask=live2)
                 async_copy.mbarrier_arrive(bars.index(stage), increment_count=False)
                 stage, phase = _next(stage, phase, STAGES)
+        else:
+            item = items
+        item += gl.num_programs(0)
 
 
 @gluon.jit(do_not_specialize=["count"])
-def _expert_down_hopper_kernel(
-    x,  # bf16 [P, K], columns in order "e2m1"
+def _expert_rows_hopper_kernel(
+    x,  # bf16 [P, K], or [T, K] with GATHER; columns in order "e2m1"
+    pos_to_token,  # int32 [P], the row of x behind a routed one
     w,  # uint8 [E, D, K/2]
     w_codes,  # uint8 [E, D, K/32]
     tiles,  # int32 [count, 3]
     y,  # bf16 [P, D]
     count, D, K,
     w_stride,  # words of a row
-    N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    GATHER: gl.constexpr, N1: gl.constexpr, N2: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     plain: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -267,20 +258,21 @@ def _expert_down_hopper_kernel(
     gl.warp_specialize(
         [
             # Written out: an assignment would turn the constants into values.
-            (_consume_0, (
-                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES,
+            (_consume, (
+                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 0,
             )),
-            (_consume_1, (
-                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES,
+            (_consume, (
+                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 1,
             )),
-            (_consume_2, (
-                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES,
+            (_consume, (
+                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 2,
             )),
-            (_consume_3, (
-                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES,
+            (_consume, (
+                w_s, x_s, x2_s, bars, w_codes, tiles, y, count, D, K, N1, N2, STAGES, 3,
             )),
             (_produce, (
-                w_s, x_s, x2_s, bars, x, words, w_stride, tiles, count, D, K, N1, N2, STAGES,
+                w_s, x_s, x2_s, bars, x, pos_to_token, words, w_stride, tiles, count, D, K,
+                N1, N2, STAGES, GATHER,
             )),
         ],
         [4, 4, 4, 4],

@@ -33,24 +33,29 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 # ---------------------------------------------------------------- epilogue of the first product
 @triton.jit
-def activate(gate, up, weight, LIMIT: tl.constexpr):
-    """fp32 gate and up -> silu(gate) * up * weight, rounded to bf16, in fp32."""
-    gate, up = round_bf16(gate), round_bf16(up)
+def gated(gate, up, weight, LIMIT: tl.constexpr):
+    """Clamped silu(gate) * up * weight, in fp32."""
     if LIMIT > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)  # comparisons let NaN pass
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return round_bf16(gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up * weight)
+    return gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up * weight
 
 
 @triton.jit
-def cast_groups(y):
+def activate(gate, up, weight, LIMIT: tl.constexpr):
+    """fp32 gate and up -> silu(gate) * up * weight, rounded to bf16, in fp32."""
+    return round_bf16(gated(round_bf16(gate), round_bf16(up), weight, LIMIT))
+
+
+@triton.jit
+def cast_groups(y, NATIVE: tl.constexpr = False):
     """fp32 [G, 32, N] -> the fp8 cast of each 32 (axis 1), decoded again; exact in bf16.
 
-    Rounds by integer arithmetic: Triton 3.6 mistreats the bytes of its own conversion here.
+    Not NATIVE in the products' epilogues: Triton 3.6 mistreats the bytes of its conversion there.
     """
     amax = tl.maximum(absmax(y, 1), AMAX_FLOOR, propagate_nan=tl.PropagateNan.ALL)
     code = ue8m0_encode(amax * INVERSE_MAX)[:, None, :]
-    return to_bf16(e4m3_round(y * ue8m0_reciprocal(code)) * ue8m0_decode(code))
+    return to_bf16(e4m3_round(y * ue8m0_reciprocal(code), NATIVE) * ue8m0_decode(code))
 
 
 @triton.jit

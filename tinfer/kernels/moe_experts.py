@@ -1,8 +1,8 @@
 """Launcher of the routed experts.
 
 Routed rows are grouped by expert (`moe_permute`), cut into tiles (`_moe_tiles`), pass the two
-expert products (`_moe_stream` for few rows an expert, `_moe_many` for many; on Hopper the second
-by `_moe_hopper` where it is faster) and are added up in slot order (`moe_permute` again).
+expert products (`_moe_stream` for few rows an expert, `_moe_many` for many, `_moe_hopper` on
+Hopper where it is faster) and are added up in slot order (`moe_permute` again).
 Nothing waits for the device: grids cover the worst case.
 
 Source: kernels G3 to G5, E6 and E8 of the contracts.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tinfer.compat.moe_experts import check_moe_experts, is_fp4
 from tinfer.kernels._call import MAX_PROGRAMS, contiguous_reason, device_reason, stride_reason
+from tinfer.kernels._moe_activate import _expert_activate_kernel
 from tinfer.kernels._moe_many import _expert_down_many_kernel, _expert_up_many_kernel
 from tinfer.kernels._moe_stream import _expert_down_kernel, _expert_up_kernel
 from tinfer.kernels._moe_tiles import expert_tiles
@@ -28,6 +29,7 @@ from tinfer.kernels.moe_permute import expert_combine, expert_permute
 
 Options = dict[str, Any]
 BLOCKS = {"e2m1": 128, "e4m3": 64}  # columns of a block of K
+ACTIVATED = 16  # rows a program of `_moe_activate` takes at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Plan:
     sizes: tuple[int, ...]  # token columns of a tile's products: one, or (N0, N1, N2)
     packed: bool
     stages: int  # of activations on their way, where shared memory holds them
-    hopper: bool = False  # whether `_moe_hopper` computes the second product
+    hopper: bool = False  # whether `_moe_hopper` computes the products
 
     @property
     def many(self) -> bool:
@@ -65,8 +67,8 @@ class Plan:
 def _plan(routed: int, experts: int, dim: int, inner: int, fp4: bool, device: Target) -> Plan:
     """By the average number of rows an expert gets.
 
-    H200, 4096 tokens, 6 of 384 fp4 experts, us: first product 2984 (3071 with a second part of 32
-    columns), second product 1304 by `_moe_hopper` (1460 by `_moe_many`).
+    H200, 4096 tokens, 6 of 384 fp4 experts: 4170 us by `_moe_hopper`, 4560 by `_moe_many` for the
+    first product (2984 us of it) and `_moe_hopper` for the second (1304, by `_moe_many` 1460).
     """
     fmt, average = ("e2m1" if fp4 else "e4m3"), routed / experts
     packed, small = is_packed(device), device.shared_kib < 128
@@ -146,6 +148,11 @@ def _up(
     dim, inner, count = x.shape[1], w.shape[1] // 2, tiles.shape[0]
     topk = routing[2].shape[1]
     h = torch.empty(routing[0].numel(), inner, dtype=torch.bfloat16, device=x.device)
+    if plan.hopper and w.storage_offset() % 16 == 0:  # rows of whole copies
+        gate_up = torch.empty(h.shape[0], 2 * inner, dtype=torch.bfloat16, device=x.device)
+        _rows_hopper(plan, x, routing[0], w, w_s, tiles, gate_up)
+        _activate(gate_up, routing, limit, h)
+        return h
     same = {"TOPK": topk, "LIMIT": limit}
     if plan.many:
         kernel, columns, constants = _expert_up_many_kernel, 64, plan.shared()
@@ -165,8 +172,8 @@ def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tenso
     """Cast activations bf16 [P, I] -> expert outputs bf16 [P, D]."""
     dim, inner, count = w.shape[1], h.shape[1], tiles.shape[0]
     y = torch.empty(h.shape[0], dim, dtype=torch.bfloat16, device=h.device)
-    if plan.hopper and w.storage_offset() % 16 == 0:  # rows of whole copies
-        _down_hopper(plan, h, w, w_s, tiles, y)
+    if plan.hopper and w.storage_offset() % 16 == 0:
+        _rows_hopper(plan, h, None, w, w_s, tiles, y)
         return y
     if plan.many:
         kernel, rows, constants = _expert_down_many_kernel, 128, plan.shared() | {"REP": 2}
@@ -181,13 +188,35 @@ def _down(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor) -> Tenso
     return y
 
 
-def _down_hopper(plan: Plan, h: Tensor, w: Tensor, w_s: Tensor, tiles: Tensor, y: Tensor) -> None:
-    """The same by programs that walk over tiles and blocks of 256 rows."""
-    from tinfer.kernels._moe_hopper import _expert_down_hopper_kernel
+def _rows_hopper(
+    plan: Plan,
+    x: Tensor,
+    pos_to_token: Tensor | None,
+    w: Tensor,
+    w_s: Tensor,
+    tiles: Tensor,
+    y: Tensor,
+) -> None:
+    """y = the experts' rows times those of x that `pos_to_token` names, by default one after
+    another: programs walk over tiles and blocks of 256 weight rows."""
+    from tinfer.kernels._moe_hopper import _expert_rows_hopper_kernel
 
-    dim, inner, count = w.shape[1], h.shape[1], tiles.shape[0]
-    programs = min(target(h.device).processors, count * triton.cdiv(dim, 256))
-    _expert_down_hopper_kernel[(programs,)](
-        h, w, w_s, tiles, y, count, dim, inner, w.shape[2] // 4,
-        N1=plan.sizes[1], N2=plan.sizes[2], STAGES=4, CONSUMER_REGISTERS=104, num_warps=4,
+    rows, k, count = w.shape[1], x.shape[1], tiles.shape[0]
+    programs = min(target(x.device).processors, count * triton.cdiv(rows, 256))
+    _expert_rows_hopper_kernel[(programs,)](
+        x, tiles if pos_to_token is None else pos_to_token, w, w_s, tiles, y, count, rows, k,
+        w.shape[2] // 4, GATHER=pos_to_token is not None, N1=plan.sizes[1], N2=plan.sizes[2],
+        STAGES=4, CONSUMER_REGISTERS=104, num_warps=4,
+    )  # fmt: skip
+
+
+def _activate(
+    gate_up: Tensor, routing: tuple[Tensor, Tensor, Tensor], limit: float, h: Tensor
+) -> None:
+    """Gate and up bf16 [P, 2I] -> the cast activations h bf16 [P, I]."""
+    (rows, inner), topk = h.shape, routing[2].shape[1]
+    tiles = triton.cdiv(rows, ACTIVATED) * (inner // 128)
+    _expert_activate_kernel[(min(tiles, MAX_PROGRAMS),)](
+        gate_up, *routing, h, rows, inner, TOPK=topk, LIMIT=limit, ROWS=ACTIVATED,
+        NATIVE=target(h.device).native_e4m3, num_warps=4,
     )  # fmt: skip
