@@ -14,6 +14,7 @@ from tinfer.checkpoint import CheckpointError, TensorSpec, expected_tensors
 from tinfer.checkpoint.__main__ import main
 from tinfer.checkpoint.expected import Table
 from tinfer.checkpoint.host import host_memory_limit
+from tinfer.checkpoint.layout import split_dim
 from tinfer.checkpoint.plan import (
     GIB,
     TABLES,
@@ -105,6 +106,16 @@ def test_every_golden_tensor_has_a_component(name: str) -> None:
         component("something.weight")
 
 
+def test_sa13_sinks_are_split_and_hyper_connections_are_not(table: Table) -> None:
+    """A rank holds its heads' sinks; the 24 rows of the hyper-connections stay whole."""
+    sinks = [n for n in table if n.endswith("attn_sink")]
+    mixes = [n for n in table if ".hc_" in n or n.startswith("hc_")]
+    assert {table[n].shape for n in sinks} == {(64,)}
+    assert {split_dim(n) for n in sinks} == {0}
+    assert mixes
+    assert {split_dim(n) for n in mixes} == {None}
+
+
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [(0, "ranks must be positive"), (3, "ranks must divide o_groups"), (16, "divide o_groups")],
@@ -112,6 +123,7 @@ def test_every_golden_tensor_has_a_component(name: str) -> None:
 def test_ranks_that_do_not_divide(
     config: ModelConfig, table: Table, ranks: int, message: str
 ) -> None:
+    """SA-13: refused before anything is loaded, with the sizes."""
     with pytest.raises(ConfigError, match=message):
         make_plan(config, table, ranks)
 

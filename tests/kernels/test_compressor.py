@@ -76,6 +76,7 @@ def test_golden(case: OpCase, impl: str, device: str) -> None:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("ratio", [1, 2, 4])
 def test_every_split_gives_the_same_bits(impl: str, ratio: int, device: str, seed: int) -> None:
+    """KV-12: a pair of which one token came with the call before, as after 7 tokens reused."""
     g = torch.Generator(device).manual_seed(seed)
     kv, score = (torch.randn(11, 16, generator=g, device=device) for _ in range(2))
     with use_kernels(impl):

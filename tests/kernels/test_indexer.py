@@ -269,6 +269,28 @@ def test_a_nan_key_scores_nan(impl: str, device: str, seed: int) -> None:
     assert torch.equal(plain[others], broken[others])
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("length", [1024, 5294, pytest.param(57344, marks=pytest.mark.gpu)])
+def test_ix10_a_needle_is_found_at_any_length(
+    impl: str, length: int, device: str, seed: int
+) -> None:
+    """Needles at 10, 50 and 90 %; every selection is that of exact scores. A query of one or two
+    in magnitude gives scores that no sum rounds."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.where(torch.rand(2, 128, generator=g) < 0.5, -1.0, 2.0)
+    keys = torch.randint(-4, 5, (length, 128), generator=g).float()
+    needles = [length * n // 100 for n in (10, 50, 90)]
+    keys[needles] = 4.0 * q.sum(0).sign()
+    with use_kernels(f"ref,index_logits={impl},topk_indices={impl}"):
+        scores = _by_hand(q, keys, torch.ones(2), device)
+        ids = ops.topk_indices(scores[None], torch.tensor([length], device=device).int(), 512)[0]
+    exact = torch.relu(keys.double() @ q.double().T).sum(1)
+    assert torch.equal(scores.cpu().double(), exact)
+    assert set(needles) <= set(ids.tolist())
+    want = exact.sort(descending=True, stable=True).indices[:512].sort().values
+    assert torch.equal(ids.cpu().long(), want)
+
+
 @pytest.mark.interpret
 def test_chunks_of_rows_change_nothing(device: str, seed: int) -> None:
     """IX-11: scores in chunks of 1, 2 and all rows are the same bits."""

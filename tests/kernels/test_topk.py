@@ -12,9 +12,11 @@ from tests.data.golden.check_golden import Golden, OpCase
 from tests.kernels.parity import check_parity
 from tinfer import ops
 from tinfer.chunks import row_chunks
+from tinfer.kernels._target import Target, use_target
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
+from tinfer.testing.launches import recorded
 
 CASES = cases(family="topk")
 GOLDEN = Golden(Path(__file__).parents[1] / "data" / "golden").ops("select_candidate_blocks")
@@ -201,6 +203,20 @@ def test_row_chunks() -> None:
     assert [c.start for c in chunks] == list(range(0, 8192, 128))
     assert list(row_chunks(3, 1 << 40)) == [slice(0, 1), slice(1, 2), slice(2, 3)]
     assert list(row_chunks(0, 5)) == []
+
+
+@pytest.mark.parametrize("rows", [2, 4096])
+def test_ix16_no_kernel_needs_what_only_hopper_has(rows: int) -> None:
+    """The same kernels for compute capability 8.0 as for 9.0: no clusters, no chained launches."""
+    names = {}
+    for arch, shared in ((80, 163), (90, 227)):
+        with use_target(Target("cuda", arch, shared)), recorded() as launches:
+            scores, lengths = torch.empty(rows, 70000), torch.zeros(rows, dtype=torch.int32)
+            ops.topk_indices.kernel(scores, lengths, 512)
+        names[arch] = [launch.name for launch in launches]
+        for launch in launches:
+            assert set(launch.options) <= {"num_warps", "maxnreg"}
+    assert names[80] == names[90]
 
 
 @pytest.mark.gpu

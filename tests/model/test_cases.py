@@ -11,6 +11,7 @@ import torch
 from tests.model.golden import ROOT, GoldenRun, golden_runs, load_model
 from tinfer import ops, registry
 from tinfer.cache import Cache, CacheSize
+from tinfer.kv_layout import KVLayout
 from tinfer.model.batch import Batch
 
 MODELS = ["text_plain", "six_types", "hd128", "long"]
@@ -38,6 +39,21 @@ def test_eg07_first_forward_with_one_token(name: str) -> None:
     model = load_model(ROOT / "models" / name)
     hidden = model.backbone(Batch.of([(0, 0, [5])], "cpu"), fresh(model))
     assert torch.isfinite(model.backbone.logits(hidden.x)).all()
+
+
+def test_qz14_bytes_of_a_token() -> None:
+    """V4.1's rows take 528 and 288 bytes (V4's 584), and the allocator's pages hold just those."""
+    for layout, row in ((KVLayout.window_fp8, 512 + 16), (KVLayout.compressed_fp4, 256 + 32)):
+        for page in (16, 64, 256):
+            given = layout(512, page)
+            assert (given.row_bytes, given.page_bytes) == (row, page * row)
+            assert given.allocate(3).shape == (3, page * row)
+    model = load_model(ROOT / "models" / "text_plain")
+    cache = Cache(model.config, CacheSize(2, 128, 64, 16), "cpu")
+    for pages in cache.windows:
+        assert pages.shape[1] == 16 * KVLayout.window_fp8(model.config.head_dim, 16).row_bytes
+    for pages in cache.compressed.values():
+        assert pages.shape[1] == 16 * KVLayout.compressed_fp4(model.config.head_dim, 16).row_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
