@@ -8,12 +8,13 @@ import torch
 from tests.kernels.parity import check_parity
 from tinfer import ops
 from tinfer.compat.kv_cache import decode_rows, encode_rows
-from tinfer.formats import decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
+from tinfer.formats import decode_e2m1, decode_e4m3, decode_ue8m0, encode_e2m1, unpack_e2m1
 from tinfer.kv_layout import KVLayout
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
-from tinfer.testing.cases.kv_cache import BUILD, rows, table
+from tinfer.testing.cases.kv_cache import BUILD, rows, slots, table
+from tinfer.testing.launches import recorded
 
 CASES = cases(family="kv_cache")
 IMPLEMENTATIONS = ("ref", pytest.param("triton", marks=pytest.mark.interpret))
@@ -103,6 +104,34 @@ def test_fp8_index_keys_hold_the_fp4_values(seed: int) -> None:
     values = [decode_rows(*encode_rows(x, layout), layout) for layout in (fp4, fp8, mx)]
     assert torch.equal(values[0], values[1])
     assert torch.equal(values[0], values[2])
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["fp4", "index_fp4"])
+def test_fp4_of_every_bf16_and_scale(name: str, impl: str, device: str) -> None:
+    """All bf16 magnitudes from scale / 8 to the largest that fits, for every finite e4m3 scale
+    (ue8m0: some), ties among them; smaller ones round to zero."""
+    layout = BUILD[name](64, 16)
+    codes = torch.arange(1, 0x7F, dtype=torch.uint8)
+    scales = decode_e4m3(codes) if name == "fp4" else 2.0 ** torch.tensor([-110, -7, 0, 3, 100])
+    patterns = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
+    groups = []
+    for scale in scales.tolist():  # 6 * scale is a bf16, and with it as amax the scale is exact
+        x = patterns[(patterns >= scale / 8) & (patterns <= 6 * scale)]
+        x = torch.cat([x, x.new_zeros(-len(x) % (layout.group - 1))])
+        x[::3] *= -1
+        x = x.view(-1, layout.group - 1)
+        groups.append(torch.cat([x.new_full((len(x), 1), 6 * scale), x], 1))
+    x = torch.cat(groups)
+    x = torch.cat([x, x[: -len(x) % (64 // layout.group)]]).view(-1, 64).bfloat16().to(device)
+    cache = layout.allocate(layout.pages(len(x)), device)
+    at = torch.arange(len(x), device=device)
+    with use_kernels(impl):
+        ops.store_kv(x, at, cache, layout)
+        got = ops.load_kv(cache, layout, at).float().cpu().view(-1, layout.group)
+    scale = (x.float().cpu().view(-1, layout.group).abs().amax(1) / 6)[:, None]
+    codes = encode_e2m1(x.float().cpu().view(-1, layout.group) / scale)
+    assert torch.equal(got, (decode_e2m1(codes) * scale).bfloat16().float())
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -201,6 +230,52 @@ def test_fused_store_equals_its_parts(impl: str, weighted: bool, device: str, se
         ops.apply_rotary_(y, cos_sin, positions)
         ops.store_kv(y[:, 0], at, parts, layout)
     assert torch.equal(fused, parts)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["fp4", "fp8_compressed", "bf16"])
+def test_rotated_channels_apart(
+    name: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows without a norm: programs of their own rotate. More than a grid has programs go
+    in several launches. Both give what few rows at a time give."""
+    from tinfer.kernels import kv_cache
+
+    layout = BUILD[name](64, 16)
+    g = torch.Generator(device).manual_seed(seed)
+    x = rows(g, 140, 64)
+    positions = torch.randint(0, 512, (140,), generator=g, device=device)
+    at = slots(g, 140, 160, skip=True)
+    cos_sin = table(512, 32, x.device)
+
+    def stored(step: int) -> torch.Tensor:
+        cache = layout.allocate(10, device)
+        for i in range(0, 140, step):
+            part = slice(i, i + step)
+            ops.store_kv_rope(x[part], None, 0.0, cos_sin, positions[part], at[part], cache, layout)
+        return cache
+
+    monkeypatch.setattr(kv_cache, "FEW_ROWS", 100)
+    with use_kernels("triton"):
+        few = stored(70)
+        assert torch.equal(stored(140), few)
+        monkeypatch.setattr(kv_cache, "MAX_PROGRAMS", 4)
+        with recorded() as launches:
+            stored(140)
+        assert len(launches) > 2
+        assert torch.equal(stored(140), few)
+    with use_kernels("ref"):
+        assert torch.equal(stored(140), few)
+
+
+@pytest.mark.parametrize("impl", ["ref", "auto"])
+def test_groups_without_a_cast(impl: str, device: str) -> None:
+    """A layout may name any group; where no cast has it, the message is the reference's."""
+    layout = KVLayout(96, "e4m3", 48, "ue8m0", 16, interleaved=True)
+    x = torch.zeros(5, 96, dtype=torch.bfloat16, device=device)
+    at = torch.arange(5, device=device)
+    with use_kernels(impl), pytest.raises(ValueError, match=r"group must be one of .*, got 48"):
+        ops.store_kv(x, at, layout.allocate(1, device), layout)
 
 
 @pytest.mark.gpu

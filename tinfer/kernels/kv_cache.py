@@ -2,7 +2,7 @@
 
 Memory: `KVLayout` gives every row's codes and scales by the triple (data_stride, scale_base,
 scale_stride) within a page; a row of slot s starts at (s // page_size) * page stride, in int64.
-A tile of rows is kept whole in registers; a row's groups are a reshape of it.
+Stored rows are held in units of a thread (`_kv_units`), loaded ones as tiles (`_kv_rows`).
 
 Numerics: fp32 inside; the norm, the rotation and a first e2m1 cast each round to bf16, exactly
 as the ops they fuse. No fused multiply-add, so the rotation rounds like the reference.
@@ -18,87 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import kv_cache as ref
-from tinfer.kernels._jit import to_fp32
-from tinfer.kernels._kv_rows import (
-    first_cast,
-    load_tile,
-    load_turns,
-    norm_tile,
-    rotate_tile,
-    store_tile,
-)
+from tinfer.kernels._kv_rows import load_tile
+from tinfer.kernels._kv_store import store_kv_kernel
 from tinfer.kernels._target import target
 from tinfer.kv_layout import FIRST_CASTS, KVLayout
 
 MAX_PROGRAMS = 65535
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _store_kv_kernel(
-    x_ptr,  # bf16 [T, DIM]
-    weight_ptr,  # [DIM] or None
-    cos_sin_ptr,  # fp32 [L, ROPE] or None
-    positions_ptr,  # int64 [T] or None
-    slots_ptr,  # int64 [T]
-    cache_ptr,  # uint8 pages, or bf16 pages for bf16 rows
-    tokens,
-    x_stride,
-    cos_sin_stride,
-    page_stride,
-    eps,
-    DIM: tl.constexpr,
-    DP: tl.constexpr,
-    ROPE: tl.constexpr,
-    FIRST_GROUP: tl.constexpr,
-    FIRST_SCALE: tl.constexpr,
-    VALUE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE: tl.constexpr,
-    PAGE: tl.constexpr,
-    DATA_STRIDE: tl.constexpr,
-    SCALE_BASE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    channel = tl.arange(0, DP)
-    for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
-        # All loads come before the first reduction, whose barrier none could cross.
-        token = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        exists = token < tokens
-        slot = tl.load(slots_ptr + token, mask=exists, other=-1)
-        if cos_sin_ptr is not None:
-            position = tl.load(positions_ptr + token, mask=exists, other=0)
-        at = x_ptr + token[:, None] * x_stride + channel[None, :]
-        x = tl.load(at, mask=exists[:, None] & (channel < DIM)[None, :], other=0.0)
-        if weight_ptr is not None:
-            weight = to_fp32(tl.load(weight_ptr + channel, mask=channel < DIM, other=0.0))
-        if cos_sin_ptr is not None:
-            cos, sin = load_turns(cos_sin_ptr, position, slot >= 0, cos_sin_stride, DIM, DP, ROPE)
-        if VALUE != "bf16" or weight_ptr is not None or cos_sin_ptr is not None:
-            x = to_fp32(x)
-        if weight_ptr is not None:
-            x = norm_tile(x, weight, eps, DIM)
-        if cos_sin_ptr is not None:
-            x = rotate_tile(x, cos, sin, ROWS, DIM, DP, ROPE)
-        x = first_cast(x, ROWS, DP, FIRST_GROUP, FIRST_SCALE, NATIVE)
-        store_tile(
-            x,
-            slot,
-            cache_ptr,
-            page_stride,
-            ROWS,
-            DIM,
-            DP,
-            VALUE,
-            GROUP,
-            SCALE,
-            PAGE,
-            DATA_STRIDE,
-            SCALE_BASE,
-            SCALE_STRIDE,
-            NATIVE,
-        )
+FEW_ROWS = 1024
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -163,24 +89,35 @@ def _cache_view(cache: Tensor, layout: KVLayout) -> Tensor:
     return cache.view(torch.bfloat16) if layout.value == "bf16" else cache
 
 
-def _rows_per_program(padded_dim: int, rows: int, value: str) -> int:
-    """Rows of a program, which is one warp: no barriers, and a row's reductions are shuffles.
+def _store_tiles(layout: KVLayout) -> tuple[int, int, int, int]:
+    """(rows, warps, parts of a unit, channels of a part): 16 channels a thread, 128 threads.
 
-    H200, 4096 rows: e4m3 of 512 channels take 8.1 us with norm and rotation in pairs, 8.6 one by
-    one (9.4 with 4 rows and 4 warps); e2m1 8.2 us one by one, 9.0 in pairs; 128 channels 5.6 us
-    with 4 rows, 5.9 with 2, 6.9 with 1. 64 rows are done soonest one by one.
+    H200, 4096 rows of e2m1, with rotation: 7.5 us, one row and one warp 8.4, 8 channels a thread
+    8.2, 256 threads 7.6. Of e4m3, with norm: 7.6 us, one row and one warp 8.3, 32 channels 8.2.
     """
-    if rows <= 1024:
-        return 1
-    return max(1, (512 if value == "e2m1" else 1024) // padded_dim)
+    padded = triton.next_power_of_2(layout.dim)
+    narrowest = min(layout.group or padded, FIRST_CASTS[layout.first][0] or padded)
+    chunk = min(8, narrowest)
+    parts = min(2, narrowest // chunk)
+    return max(1, 128 * parts * chunk // padded), 4, parts, chunk
 
 
-def _rows_of_a_load(padded_dim: int, rows: int, value: str) -> tuple[int, int]:
+def _splits(layout: KVLayout, rope: int, unit: int, rows: int) -> bool:
+    """Whether the rotated channels get programs of their own, so that the others rotate none.
+
+    Not with a norm, which needs the whole row. H200, 4096 rows of e2m1: 6.9 us, else 7.5.
+    """
+    group = max(layout.group, FIRST_CASTS[layout.first][0], unit)
+    powers = all(n & (n - 1) == 0 for n in (layout.dim, rope))
+    return powers and 0 < rope < layout.dim and rope % group == 0 and rows > FEW_ROWS
+
+
+def _load_tiles(padded_dim: int, rows: int, value: str) -> tuple[int, int]:
     """(rows, warps) of a program that loads. H200, 40,960 rows of 512 channels: e2m1 take 18.1 us
     with 4 rows and 4 warps, 29.2 with one; e4m3 22.4 and 20.1."""
     if value == "e2m1":
         return max(1, 2048 // padded_dim), 4
-    return _rows_per_program(padded_dim, rows, value), 1
+    return max(1, 1024 // padded_dim) if rows > FEW_ROWS else 1, 1
 
 
 def _grid(rows: int, per_program: int) -> tuple[int]:
@@ -193,6 +130,8 @@ def _why_not_layout(cache: Tensor, layout: KVLayout) -> str | None:
         return "a first cast before bf16 rows"
     if first and (layout.dim % first or group % first):
         return f"a first cast in groups of {first} does not fit {layout.dim} channels"
+    if group & (group - 1):
+        return f"groups of {group} channels, not a power of two"
     if layout.value == "bf16" and (cache.stride(0) % 2 or cache.storage_offset() % 2):
         return "bf16 rows at odd byte offsets"
     return None
@@ -258,28 +197,44 @@ def _store(
         return
     pages = _cache_view(cache, layout)
     group, scale = FIRST_CASTS[layout.first]
-    rows = _rows_per_program(triton.next_power_of_2(layout.dim), len(x), layout.value)
-    _store_kv_kernel[_grid(len(x), rows)](
-        x,
-        None if weight is None else weight.contiguous(),
-        cos_sin,
-        None if positions is None else positions.contiguous(),
-        slots.contiguous(),
-        pages,
-        len(x),
-        x.stride(0),
-        0 if cos_sin is None else cos_sin.stride(0),
-        pages.stride(0),
-        eps,
-        ROPE=0 if cos_sin is None else cos_sin.shape[1],
-        FIRST_GROUP=group,
-        FIRST_SCALE=scale,
-        ROWS=rows,
-        NATIVE=target(x.device).native_e4m3,
-        num_warps=1,
-        enable_fp_fusion=False,
-        **_layout_arguments(layout),
-    )
+    rows, warps, parts, chunk = _store_tiles(layout)
+    rope = 0 if cos_sin is None else cos_sin.shape[1]
+    split = weight is None and _splits(layout, rope, parts * chunk, len(x))
+    device = target(x.device)
+    weight = None if weight is None else weight.contiguous()
+    slots = slots.contiguous()
+    positions = slots if positions is None else positions.contiguous()
+    most = max(MAX_PROGRAMS // 2, 1) * rows
+    for start in range(0, len(x), most):  # a second launch is for millions of rows
+        part = slice(start, start + most)
+        tokens = len(slots[part])
+        turning = triton.cdiv(tokens * rope, rows * layout.dim) if split else 0
+        store_kv_kernel[(turning + triton.cdiv(tokens, rows),)](
+            x[part],
+            weight,
+            cos_sin,
+            positions[part],
+            slots[part],
+            pages,
+            tokens,
+            x.stride(0),
+            0 if cos_sin is None else cos_sin.stride(0),
+            pages.stride(0),
+            eps,
+            ROPE=rope,
+            FIRST_GROUP=group,
+            FIRST_SCALE=scale,
+            ROWS=rows,
+            PARTS=parts,
+            CHUNK=chunk,
+            NATIVE=device.native_e4m3,
+            PTX=device.ptx and chunk == 8,
+            SPLIT=split,
+            num_warps=warps,
+            enable_fp_fusion=False,
+            **({"maxnreg": 64} if device.ptx else {}),
+            **_layout_arguments(layout),
+        )
 
 
 def supports_load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> str | None:
@@ -293,7 +248,7 @@ def load_kv(cache: Tensor, layout: KVLayout, slots: Tensor) -> Tensor:
     if not slots.numel():
         return out
     pages = _cache_view(cache, layout)
-    rows, warps = _rows_of_a_load(triton.next_power_of_2(layout.dim), slots.numel(), layout.value)
+    rows, warps = _load_tiles(triton.next_power_of_2(layout.dim), slots.numel(), layout.value)
     _load_kv_kernel[_grid(slots.numel(), rows)](
         pages,
         slots.contiguous(),

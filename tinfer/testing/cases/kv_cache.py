@@ -186,7 +186,7 @@ def _store_cases() -> list[Case]:
             bytes=_moved,
         )
         for name, layout in real.items()
-        for tokens in (64, 4096)
+        for tokens in (64, 4096, 40960)
     ]
 
 
@@ -216,7 +216,7 @@ def _rope_cases() -> list[Case]:
             ("compressed", fp4(512, 64), None),
             ("index", KVLayout.index_fp4(128, 64), torch.bfloat16),
         )
-        for tokens in (64, 4096)
+        for tokens in (64, 4096, 40960)
     ]
     return [
         Case(**(vars(c) | {"mutates": ("cache",)}))  # every one writes the cache
