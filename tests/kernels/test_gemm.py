@@ -101,7 +101,7 @@ def test_every_code_and_scale_is_exact(impl: str, device: str) -> None:
     one[:, 1:] = 0
     weight = torch.zeros(len(codes), 32, dtype=torch.uint8, device=device)
     weight[:, 0] = codes
-    for code in (100, 127, 140):
+    for code in (67, 100, 127, 140, 187):
         unit = torch.full((1, 1), 127, dtype=torch.uint8, device=device)
         scale = torch.full((8, 1), code, dtype=torch.uint8, device=device)
         with use_kernels("ref"):

@@ -199,6 +199,25 @@ def test_graph_replay_equals_a_call(seed: int) -> None:
         assert torch.equal(got, ops.moe_experts(**first))
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("fp4", [True, False])
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_weight_scales_at_both_ends(
+    impl: str, fp4: bool, tokens: int, device: str, seed: int
+) -> None:
+    """2^-60 and 2^60: the result is that of scale 1, as exactly scaled."""
+    sizes = {"topk": 1, "experts": 2, "dim": 128, "inner": 128}
+    a = _call(device, seed, tokens=tokens, **sizes, fp4=fp4, routing="same", shared=False)
+    with use_kernels(impl):
+        low, one, high = (
+            ops.moe_experts(**a | {"w2_s": torch.full_like(a["w2_s"], code)}).float()
+            for code in (67, 127, 187)
+        )
+    assert one.any()
+    assert torch.equal(torch.ldexp(one, torch.tensor(-60)), low)
+    assert torch.equal(torch.ldexp(one, torch.tensor(60)), high)
+
+
 # ---------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("change", "error", "message"),

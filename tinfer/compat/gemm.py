@@ -57,7 +57,8 @@ def linear_fp8(
         q: uint8 [T, K], e4m3 codes.
         s: uint8 [T, ceil(K/32)], one ue8m0 per 32 columns of a row.
         weight: uint8 [N, K], e4m3 codes.
-        scale: uint8 [ceil(N/32), ceil(K/32)], one ue8m0 per tile; edge tiles may be partial.
+        scale: uint8 [ceil(N/32), ceil(K/32)], one ue8m0 per tile, from 2^-60 to 2^60 (codes 67
+            to 187: kernels for few tokens keep the exponent in bf16); edge tiles may be partial.
         out_dtype: bfloat16 or float32.
 
     Returns: [T, N] of `out_dtype`, contiguous.
@@ -177,7 +178,8 @@ def linear_grouped(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     Args:
         x: bf16 [T, G, K]; the activation is never quantized.
         weight: uint8 [G*R, K] e4m3 codes, or bf16 [G*R, K] when `scale` is None.
-        scale: uint8 [ceil(G*R/32), ceil(K/32)], one ue8m0 per 32x32 tile, or None.
+        scale: uint8 [ceil(G*R/32), ceil(K/32)], one ue8m0 per 32x32 tile, from 2^-60 to 2^60,
+            or None.
 
     Returns: bf16 [T, G, R], contiguous.
     Raises: ValueError on a shape, TypeError on a dtype.

@@ -124,7 +124,8 @@ def moe_experts(
         w13: uint8 [E, 2I, D/2] packed e2m1 (rows: W1 then W3), or [E, 2I, D] e4m3.
         w13_s: uint8 ue8m0 [E, 2I, D/32] for fp4, [E, 2I/32, D/32] (32x32 tiles) for fp8.
         w2: uint8 [E, D, I/2] packed e2m1, or [E, D, I] e4m3; the same format as `w13`.
-        w2_s: uint8 ue8m0 [E, D, I/32] for fp4, [E, D/32, I/32] for fp8.
+        w2_s: uint8 ue8m0 [E, D, I/32] for fp4, [E, D/32, I/32] for fp8. Both scales lie from
+            2^-60 to 2^60 (codes 67 to 187).
         limit: clamp of the SwiGLU (gate from above, up on both sides); 0: none.
         shared: bf16 [T, D], the shared expert's output, added last; None: nothing to add.
 

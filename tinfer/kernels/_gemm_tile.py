@@ -16,8 +16,8 @@ Shapes below: R = rows / 8, W = WARPS. Every layout is right on every device; on
 moves between threads.
 
 Scales multiply pairs of bf16. `RAW` values are the stored value times 2^-120 (e4m3) or 2^-126
-(e2m1); weight factors leave a factor 2^-LIFT to the accumulator, so that no scale from 2^-63 to
-2^63 leaves bf16's range.
+(e2m1); weight factors leave a factor 2^-LIFT to the accumulator, so that no scale from 2^-60 to
+2^60 leaves bf16's range.
 """
 
 from __future__ import annotations
