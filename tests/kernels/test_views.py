@@ -63,6 +63,17 @@ def test_rows_start_at_any_byte(name: str, before: int, after: int, device: str,
 
 
 @pytest.mark.interpret
+def test_index_queries_in_a_buffer_of_bytes(device: str, seed: int) -> None:
+    """Queries are read as words, wherever their bytes lie."""
+    a = case_of("index_logits-padded").arguments(seed, device)
+    buffer = torch.zeros(a["q"].numel() + 3, dtype=torch.uint8, device=device)
+    askew = buffer[3:].view(a["q"].shape).copy_(a["q"])
+    with use_kernels("triton"):
+        want, got = ops.index_logits(**a), ops.index_logits(**a | {"q": askew})
+    assert torch.equal(got, want)
+
+
+@pytest.mark.interpret
 def test_experts_in_a_buffer_of_bytes(device: str, seed: int) -> None:
     """Weights within a word of memory are refused, not read askew."""
     a = case_of("moe_experts-9x3of8").arguments(seed, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tinfer.kernels._jit import INTERPRET
@@ -28,6 +29,12 @@ def device_reason(**tensors: Tensor | None) -> str | None:
 def scattered(x: Tensor) -> bool:
     """Whether neighbours in the last dimension lie apart; where there are none, none do."""
     return x.numel() > 0 and x.dim() > 0 and x.shape[-1] > 1 and x.stride(-1) != 1
+
+
+def words_of(x: Tensor) -> Tensor:
+    """The bytes of x as int32 words; copied where they do not lie in whole words."""
+    x = x.contiguous()
+    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int32)
 
 
 def stride_reason(**tensors: Tensor | None) -> str | None:

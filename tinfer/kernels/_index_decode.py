@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tinfer.kernels._call import MAX_PROGRAMS
+from tinfer.kernels._call import MAX_PROGRAMS, words_of
 from tinfer.kernels._target import TRITON, Target
 from tinfer.kv_layout import KVLayout
 
@@ -62,7 +62,7 @@ def launch_hopper(
     data_stride, scale_base, scale_stride = layout.triple
     words = cache.view(torch.int32)
     _index_logits_hopper_kernel[(tokens * splits,)](
-        q.contiguous().view(torch.int32),
+        words_of(q),
         q_s.contiguous(),
         weights.contiguous(),
         cache,

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import indexer as ref
-from tinfer.kernels._call import scattered
+from tinfer.kernels._call import scattered, words_of
 from tinfer.kernels._index_decode import launch_hopper, takes_hopper
 from tinfer.kernels._index_scores import page_of, pages_of, query_operands, score_tile
 from tinfer.kernels._target import Target, target
@@ -172,7 +172,7 @@ def _arguments(
     fast = _is_fast(cache, layout)
     words, unit = None, 1
     if fast:
-        q, words = q.contiguous().view(torch.int32), cache.view(torch.int32)
+        q, words = words_of(q), cache.view(torch.int32)
     elif layout.value == "bf16":
         cache, unit = cache.view(torch.bfloat16), 2
     data_stride, scale_base, scale_stride = layout.triple

@@ -25,7 +25,7 @@ from tinfer.compat.weight_casts import (
     lossy_error,
 )
 from tinfer.formats import Fp4Group32, Fp8Block32, Fp8Block128
-from tinfer.kernels._call import MAX_PROGRAMS, device_reason
+from tinfer.kernels._call import MAX_PROGRAMS, device_reason, words_of
 from tinfer.kernels._dequantize_fp4 import _dequantize_fp4_kernel
 from tinfer.kernels._fp4_to_fp8 import NO_TILE, _fp4_spread_kernel, _fp4_to_fp8_kernel
 from tinfer.kernels._jit import to_bf16
@@ -147,12 +147,6 @@ def _dequantize_fp4_tiles() -> tuple[int, int, int]:
     return 8, 256, 2
 
 
-def _words(x: Tensor) -> Tensor:
-    """Bytes as int32 words, copied where they are not contiguous and aligned."""
-    x = x.contiguous()
-    return (x.clone() if x.storage_offset() % 4 else x).view(torch.int32)
-
-
 def supports_fp4_to_fp8(weight: Fp4Group32, block: int) -> str | None:
     aligned = weight.weight.is_contiguous() and weight.weight.storage_offset() % 4 == 0
     if not aligned:
@@ -239,7 +233,7 @@ def dequantize_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
         rows, columns, warps = _dequantize_fp4_tiles()
         tiles = _tiles(shape, rows, columns)
         _dequantize_fp4_kernel[_grid(tiles)](
-            _words(weight.weight), scale, y.view(torch.int32), shape[-2], shape[-1], tiles,
+            words_of(weight.weight), scale, y.view(torch.int32), shape[-2], shape[-1], tiles,
             R=rows, C=columns, W=2, PTX=device.ptx, num_warps=warps,
         )  # fmt: skip
         return y
@@ -271,7 +265,7 @@ def requantize_fp4(weight: Fp4Group32, scale_fmt: str) -> Fp8Block128:
     if out.weight.numel():
         tiles, device = out.scale.numel(), target(out.weight.device)
         _requantize_fp4_kernel[_grid(tiles)](
-            _words(weight.weight), weight.scale.contiguous(), out.weight.view(torch.int32),
+            words_of(weight.weight), weight.scale.contiguous(), out.weight.view(torch.int32),
             out.scale, *out.weight.shape[-2:], tiles, W=4, SCALE=scale_fmt,
             NATIVE=device.native_e4m3, PTX=device.ptx, num_warps=4,
         )  # fmt: skip
