@@ -6,12 +6,13 @@ import torch
 import triton
 from torch import Tensor
 
-from tinfer.kernels._call import MAX_PROGRAMS, words_of
+from tinfer.kernels._call import MAX_PROGRAMS
 from tinfer.kernels._target import TRITON, Target
 from tinfer.kv_layout import KVLayout
 
 TILE_PAIR = 128  # keys of two tiles
-PROGRAMS = 5  # a processor, which 96 registers let run at a time
+PROGRAMS = 4  # a processor, which 128 registers let run at a time
+MOST_TOGETHER = 1
 
 
 def takes_hopper(
@@ -22,22 +23,30 @@ def takes_hopper(
     More tokens share decoded keys in the portable kernel.
     """
     tokens, heads = q.shape[:2]
-    words = (*layout.triple, layout.page_bytes, cache.stride(0), cache.storage_offset())
+    data_stride, scale_base, scale_stride = layout.triple
+    units = (data_stride, cache.stride(0), cache.storage_offset())
     return (
         (on.backend, on.arch) == ("cuda", 90)
         and TRITON >= (3, 6)
         and (layout.dim, layout.value, layout.group, layout.scale) == (128, "e2m1", 32, "ue8m0")
         and layout.page_size % (TILE_PAIR // 2) == 0
-        and all(n % 4 == 0 for n in words)
+        and all(n % 16 == 0 for n in units)
+        and scale_base % 4 == scale_stride % 4 == 0
         and 8 < heads <= 32
         and tokens <= min(8 * len(block_table), MAX_PROGRAMS)
     )
 
 
-def _splits(tokens: int, columns: int, processors: int) -> tuple[int, int]:
-    """(programs of a token, tile pairs of each)."""
+def _together(tokens: int, sequences: int) -> int:
+    """Tokens of a program: a sequence's, if all have as many."""
+    each, left = divmod(tokens, sequences)
+    return each if left == 0 and 1 < each <= MOST_TOGETHER else 1
+
+
+def _splits(groups: int, columns: int, processors: int) -> tuple[int, int]:
+    """(programs of a group of tokens, tile pairs of each)."""
     pairs = triton.cdiv(columns, TILE_PAIR)
-    wanted = max(1, min(PROGRAMS * processors // tokens, pairs))
+    wanted = max(1, min(PROGRAMS * processors // groups, pairs))
     each = triton.cdiv(pairs, wanted)
     return triton.cdiv(pairs, each), each
 
@@ -58,15 +67,15 @@ def launch_hopper(
     from tinfer.kernels._index_hopper import _index_logits_hopper_kernel
 
     tokens, columns = out.shape
-    splits, span = _splits(tokens, columns, on.processors)
+    together = _together(tokens, len(block_table))
+    groups = tokens // together
+    splits, span = _splits(groups, columns, on.processors)
     data_stride, scale_base, scale_stride = layout.triple
-    words = cache.view(torch.int32)
-    _index_logits_hopper_kernel[(tokens * splits,)](
-        words_of(q),
-        q_s.contiguous(),
+    _index_logits_hopper_kernel[(groups * splits,)](
+        q.contiguous(),
+        q_s.contiguous().view(torch.int32),
         weights.contiguous(),
         cache,
-        words,
         block_table,
         seq.contiguous(),
         visible.contiguous(),
@@ -77,12 +86,12 @@ def launch_hopper(
         q.shape[1],
         block_table.stride(0),
         cache.stride(0),
-        words.stride(0),
         out.stride(0),
         PAGE=layout.page_size,
         DATA_STRIDE=data_stride,
         SCALE_BASE=scale_base,
         SCALE_STRIDE=scale_stride,
+        TOKENS=together,
         num_warps=4,
-        maxnreg=96,
+        maxnreg=128,
     )

@@ -1,225 +1,292 @@
-"""Index logits on Hopper for few tokens a sequence: packed e2m1 keys straight into registers.
+"""Index logits on Hopper for few tokens a sequence: packed e2m1 keys as e4m3 operands.
 
-A program holds one token's queries in shared memory and walks over its keys in tiles of 64, two
-tiles in flight while a third is computed. A thread loads 16 bytes of a row, which is one group of
-32 channels, in the place where the tensor core wants its left operand: the channels are taken in
-the order
+A program holds one token's queries in shared memory and walks over its keys in pairs of tiles of
+64. Packed keys and their scales are copied to shared memory two pairs ahead; a thread reads the
+words that the tensor core's left operand wants of it and decodes them in registers
+(`_index_e4m3`). Each group of 32 channels has an accumulator of its own, whose sums are exact;
+the key's scales weight them in fp32:
 
-    operand column 16 (2w + j/2) + 8 (j%2) + 2g + e   holds   channel 32g + 8w + j + 4e
+    score = sum_h weight_h relu(sum_g key_scale_g acc_hg)
 
-(g the group, w the word of it, j and j + 4 the nibbles of a pair of bf16), and the queries are
-laid out alike. So keys touch no shared memory, and no barrier separates loading, decoding and
-multiplying.
+The last, partial tiles take a walk of their own. So do all keys of a token that has a head with
+scales more than 2^11 apart: one tile at a time, with a factor for each head and group.
 
-Arithmetic and its range are those of `_index_keys`. H200, 64 tokens, 32768 keys: 68 us, 80 us in
-the portable kernel; without decoding it takes 54 us, which is the tensor core's time for 32
-columns. mma.sync instead of wgmma takes 76 us, products of two tiles in flight 75 us, e4m3
-operands with an accumulator for every group (exact as well) 99 us.
-
-Source: `tinfer.compat.indexer`.
+H200, 64 tokens, 32768 keys: 59 us; 53 us if all keys lie in few pages, 39 us (graph) if they are
+only copied. With bf16 operands and one accumulator for all groups it takes 63 us, with keys
+loaded straight into registers, where every wait is for all loads, 70 us.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from tinfer.kernels._index_keys import RESCALE
+from tinfer.kernels._index_e4m3 import (
+    REACH,
+    head_factor,
+    key_factor,
+    key_groups,
+    largest_code,
+    query_groups,
+    rest_factor,
+    smallest_code,
+)
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.9 renamed it
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 KEYS = gl.constexpr(64)
 HEADS = gl.constexpr(32)
-ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+STAGES = gl.constexpr(3)  # pairs of tiles in shared memory
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC, 4))
 LINE = gl.constexpr(gl.SliceLayout(1, ACC))
-_LANES = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-# [row, group, word]: a thread has all words of group lane % 4, and of the row 8 below too.
-KEY_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [8, 0, 0]], _LANES, [[16, 0, 0], [32, 0, 0]], [], [64, 4, 4]
-    )
-)
-QUERY_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]], _LANES, [[8, 0, 0], [16, 0, 0]], [], [32, 4, 4]
-    )
-)
-_WEIGHT = gl.constexpr(0.5 * RESCALE.value)  # 2 relu(x) = x + |x|
-_SCALE_ONE = gl.constexpr((126 - 16) * 0x00800080)
-_NAN = gl.constexpr(0x7FC07FC0)
-_PAIRS = gl.constexpr(
-    "{ .reg .b32 u, t;\n shr.u32 u, $8, 8;\n"
-    + "".join(
-        f"""and.b32 t, {source}, {mask};
-            mul.lo.u32 t, t, {spread};
-            and.b32 t, t, 0x81c081c0;
-            mul.rn.bf16x2 t, t, $9;
-            mov.b32 {{${2 * j}, ${2 * j + 1}}}, t;
-        """
-        for j, (source, mask, spread) in enumerate(
-            (source, mask, spread)
-            for source in ("$8", "u")
-            for mask, spread in (("0x000f000f", "0x1040"), ("0x00f000f0", "0x0104"))
-        )
-    )
-    + "}"
-)
+COPY = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
+COPY_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+QUERIES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+ROWS_S = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
+HEAD = gl.constexpr(gl.SliceLayout(0, ACC))
+LINE_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def _operand(word, scale, R: gl.constexpr):
-    """Words int32 [R, 4, 4] and scale codes uint8 [R, 4] -> bf16 [R, 128], times 2^-16.
-
-    A code above 144 makes its group NaN.
-    """
-    code = scale.to(gl.int32)
-    factor = gl.where(code > 144, _NAN, code * 0x00800080 + _SCALE_ONE)
-    word, factor = gl.broadcast(word, gl.expand_dims(factor, 2))
-    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
-        _PAIRS, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, factor],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-               gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True, pack=1,
-    )  # fmt: skip
-    low = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # [R, group, word, e, j % 2]
-    high = gl.join(gl.join(c0, c1), gl.join(d0, d1))
-    pairs = gl.join(low, high)
-    return gl.reshape(gl.permute(pairs, (0, 2, 5, 4, 1, 3)), [R, 128])
-
-
-@gluon.jit
-def _words_at(row, group, word, stride: gl.constexpr):
-    return row[:, None, None] * stride + 4 * group[None, :, None] + word[None, None, :]
-
-
-@gluon.jit
-def _load_queries(q_ptr, q_scale_ptr, token, heads, q_s):
-    """A token's queries to shared memory, bf16 [32, 128]."""
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(2, QUERY_WORDS)))
-    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, QUERY_WORDS)))
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, QUERY_WORDS)))
-    live = head < heads
+def _load_queries(q_ptr, q_scale_ptr, token, heads):
+    """Packed queries of a token [32, 64] and the four scale codes of each head [32]."""
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERIES))
+    byte = gl.arange(0, 64, gl.SliceLayout(0, QUERIES))
     row = token.to(gl.int64) * heads + head
-    at = q_ptr + _words_at(row, group, word, 16)
-    words = gl.load(at, mask=live[:, None, None], other=0)
-    at = q_scale_ptr + row[:, None] * 4 + group[None, :]
-    q_s.store(_operand(words, gl.load(at, mask=live[:, None], other=0), HEADS))
+    live = head < heads
+    at = q_ptr + row[:, None] * 64 + byte[None, :]
+    return (
+        gl.load(at, mask=live[:, None], other=0),
+        gl.load(q_scale_ptr + row, mask=live, other=0),
+    )
 
 
 @gluon.jit
-def _page(table, key, bound, PAGE: gl.constexpr):
-    return gl.load(table + key.to(gl.uint32) // PAGE, mask=key < bound, other=0)
+def _store_queries(packed, codes, q_s, t):
+    """A token's e4m3 queries to shared memory; whether a head's scales lie too far apart."""
+    byte = gl.arange(0, 64, gl.SliceLayout(0, QUERIES))
+    code = (codes[:, None] >> (8 * (byte // 16))[None, :]) & 255
+    g0, g1, g2, g3 = query_groups(packed, largest_code(codes)[:, None] - code, HEADS)
+    q_s.index(4 * t).store(g0)
+    q_s.index(4 * t + 1).store(g1)
+    q_s.index(4 * t + 2).store(g2)
+    q_s.index(4 * t + 3).store(g3)
+    return gl.max(largest_code(codes) - smallest_code(codes), 0) > REACH
 
 
 @gluon.jit
-def _load_keys(
-    words_ptr, cache_ptr, page, first, mask, page_stride, page_words,
-    PAGE: gl.constexpr, DATA_STRIDE: gl.constexpr, SCALE_BASE: gl.constexpr,
-    SCALE_STRIDE: gl.constexpr, ALL: gl.constexpr,
+def _store_weights(w_s, weights_ptr, q_scale_ptr, token, heads):
+    head = gl.arange(0, HEADS, COPY_LINE)
+    at = token.to(gl.int64) * heads + head
+    codes = gl.load(q_scale_ptr + at, mask=head < heads, other=0)
+    weight = gl.load(weights_ptr + at, mask=head < heads, other=0.0)
+    w_s.store(weight * (0.5 * head_factor(codes)))  # 2 relu(x) = x + |x|
+
+
+@gluon.jit
+def _offset(table, first, bound, page_stride, PAGE: gl.constexpr):
+    """Bytes from the cache's begin to the page of key `first`, if that is below the bound."""
+    page = gl.load(table + first.to(gl.uint32) // PAGE, mask=first < bound, other=0)
+    return page.to(gl.uint32).to(gl.uint64) * page_stride.to(gl.uint32).to(gl.uint64)
+
+
+@gluon.jit
+def _places(
+    cache_ptr, DATA_STRIDE: gl.constexpr, SCALE_BASE: gl.constexpr, SCALE_STRIDE: gl.constexpr,
+    N: gl.constexpr,
 ):  # fmt: skip
-    """Words int32 [64, 4, 4] and scale codes uint8 [64, 4] of the keys first .. first + 63.
-
-    `mask` is whether to load at all if ALL, otherwise the number of keys that may be read.
-    """
-    lane = gl.arange(0, KEYS, gl.SliceLayout(1, gl.SliceLayout(2, KEY_WORDS)))
-    group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS)))
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, KEY_WORDS)))
-    row = (first.to(gl.uint32) % PAGE).to(gl.int32) + lane
-    words_ptr += page.to(gl.int64) * page_words
-    cache_ptr += page.to(gl.int64) * page_stride
-    words_at = words_ptr + _words_at(row, group, word, DATA_STRIDE // 4)
-    scale_at = cache_ptr + (SCALE_BASE + row[:, None] * SCALE_STRIDE + group[None, :])
-    if ALL:
-        words = gl.load(words_at, mask=mask, other=0)
-        scale = gl.load(scale_at, mask=mask, other=0)
-    else:
-        seen = lane < mask
-        words = gl.load(words_at, mask=seen[:, None, None], other=0)
-        scale = gl.load(scale_at, mask=seen[:, None], other=0)
-    return words, scale
+    """Where a thread finds its part of N keys and of their scales, were they in one row at 0."""
+    row = gl.arange(0, N, gl.SliceLayout(1, COPY))
+    byte = gl.arange(0, 64, gl.SliceLayout(0, COPY))
+    line = gl.arange(0, N, COPY_LINE)
+    keys = cache_ptr + (row[:, None] * DATA_STRIDE + byte[None, :])
+    return keys, cache_ptr + (line * SCALE_STRIDE + SCALE_BASE)
 
 
 @gluon.jit
-def _scores(words, scale, q_s, weight):
+def _copy_keys(
+    k_s, s_s, keys, scales, first, page0, page1, count,
+    PAGE: gl.constexpr, DATA_STRIDE: gl.constexpr, SCALE_STRIDE: gl.constexpr,
+    N: gl.constexpr, ALL: gl.constexpr,
+):  # fmt: skip
+    """Start copying keys first .. first + N - 1, of two tiles of 64 with pages of their own.
+
+    `count` is whether to copy at all if ALL, otherwise the number of keys that may be read.
+    """
+    row = gl.arange(0, N, gl.SliceLayout(1, COPY))
+    line = gl.arange(0, N, COPY_LINE)
+    tile = first.to(gl.uint32) // KEYS
+    in0 = (tile % (PAGE // KEYS) * KEYS).to(gl.uint64)
+    in1 = ((tile + 1) % (PAGE // KEYS) * KEYS).to(gl.uint64) - KEYS
+    keys += gl.where(row < KEYS, page0 + in0 * DATA_STRIDE, page1 + in1 * DATA_STRIDE)[:, None]
+    scales += gl.where(line < KEYS, page0 + in0 * SCALE_STRIDE, page1 + in1 * SCALE_STRIDE)
+    keys = gl.max_contiguous(gl.multiple_of(keys, [1, 16]), [1, 16])
+    scales = scales.to(gl.pointer_type(gl.int32))
+    if ALL:
+        _copy(k_s, keys, mask=count)
+        _copy(s_s, scales, mask=count)
+    else:
+        _copy(k_s, keys, mask=(row < count)[:, None])
+        _copy(s_s, scales, mask=line < count)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _product(keys, q_s, place):
+    """Start the products of 64 keys with all heads of one group, fp32 [64, 32]."""
+    zero = gl.zeros((KEYS, HEADS), gl.float32, ACC)
+    left = gl.convert_layout(keys, LEFT, assert_trivial=True)
+    return warpgroup_mma(left, q_s.index(place).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _products(g0, g1, g2, g3, q_s, t):
+    c0, c1 = _product(g0, q_s, 4 * t), _product(g1, q_s, 4 * t + 1)
+    c2, c3 = _product(g2, q_s, 4 * t + 2), _product(g3, q_s, 4 * t + 3)
+    return warpgroup_mma_wait(0, deps=[c0, c1, c2, c3])
+
+
+@gluon.jit
+def _weighed(c0, c1, c2, c3, codes, weight):
     """fp32 [64]: scores of 64 keys."""
-    keys = gl.convert_layout(_operand(words, scale, KEYS), gl.DotOperandLayout(0, ACC, 2))
-    acc = gl.zeros((KEYS, HEADS), gl.float32, ACC)
-    acc = warpgroup_mma(keys, q_s.permute((1, 0)), acc, use_acc=False, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    return gl.sum((acc + gl.abs(acc)) * weight[None, :], axis=1)
+    f0, f1 = key_factor(codes, 0), key_factor(codes, 1)
+    f2, f3 = key_factor(codes, 2), key_factor(codes, 3)
+    dot = c0 * f0[:, None] + c1 * f1[:, None] + c2 * f2[:, None] + c3 * f3[:, None]
+    scores = gl.sum((dot + gl.abs(dot)) * weight[None, :], axis=1)
+    return gl.fma((f0 + f1) + (f2 + f3), gl.zeros_like(f0), scores)  # NaN if one is infinite
+
+
+@gluon.jit
+def _store_scores(packed, codes, q_s, w_s, weight, out, out_stride, TOKENS: gl.constexpr):
+    """Scores of 64 keys that all tokens see."""
+    g0, g1, g2, g3 = key_groups(packed, KEYS)
+    if TOKENS == 1:
+        c0, c1, c2, c3 = _products(g0, g1, g2, g3, q_s, 0)
+        gl.store(out, _weighed(c0, c1, c2, c3, codes, weight))
+    else:
+        for t in range(TOKENS):
+            c0, c1, c2, c3 = _products(g0, g1, g2, g3, q_s, t)
+            weight = w_s.index(t).load(HEAD)
+            gl.store(out, _weighed(c0, c1, c2, c3, codes, weight))
+            out += out_stride
+
+
+@gluon.jit
+def _general_scores(packed, codes, q_s, w_s, q_scales, heads, t):
+    """fp32 [64]: scores of 64 keys, however far apart the scales of a head."""
+    head = gl.arange(0, HEADS, HEAD)
+    rest = gl.load(q_scales + head, mask=head < heads, other=0)
+    g0, g1, g2, g3 = key_groups(packed, KEYS)
+    c0, c1, c2, c3 = _products(g0, g1, g2, g3, q_s, t)
+    c0, c1 = c0 * rest_factor(rest, 0)[None, :], c1 * rest_factor(rest, 1)[None, :]
+    c2, c3 = c2 * rest_factor(rest, 2)[None, :], c3 * rest_factor(rest, 3)[None, :]
+    return _weighed(c0, c1, c2, c3, codes, w_s.index(t).load(HEAD))
 
 
 @gluon.jit(do_not_specialize=["columns", "splits", "span"])
 def _index_logits_hopper_kernel(
-    q_ptr,  # int32 words [T, heads, 16]
-    q_scale_ptr,  # uint8 [T, heads, 4]
+    q_ptr,  # uint8 [T, heads, 64]
+    q_scale_ptr,  # int32 words [T, heads]
     weights_ptr,  # fp32 [T, heads]
     cache_ptr,  # uint8 pages
-    words_ptr,  # the same as int32 words
     table_ptr,  # int32 [S, nblk]
     seq_ptr,  # int64 [T]
     visible_ptr,  # int32 [T]
     out_ptr,  # fp32 [T, columns]
     columns, splits,
     span,  # pairs of tiles of one program
-    heads, table_stride, page_stride, page_words, out_stride,
+    heads, table_stride, page_stride, out_stride,
     PAGE: gl.constexpr, DATA_STRIDE: gl.constexpr,
     SCALE_BASE: gl.constexpr, SCALE_STRIDE: gl.constexpr,
+    TOKENS: gl.constexpr,  # of one program, a divisor of T
 ):  # fmt: skip
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [HEADS, 128], gl.NVMMASharedLayout(128, 16))
-    token = gl.program_id(0) // splits
+    q_s = gl.allocate_shared_memory(
+        gl.float8e4nv, [4 * TOKENS, HEADS, 32], gl.NVMMASharedLayout(32, 8)
+    )
+    w_s = gl.allocate_shared_memory(gl.float32, [TOKENS, HEADS], LINE_S)
+    k_s = gl.allocate_shared_memory(gl.uint8, [STAGES, 2 * KEYS, 64], ROWS_S)
+    s_s = gl.allocate_shared_memory(gl.int32, [STAGES, 2 * KEYS], LINE_S)
+    token = gl.program_id(0) // splits * TOKENS
+    seq = gl.load(seq_ptr + token)
+    least = gl.load(visible_ptr + token)
+    queries, query_codes = _load_queries(q_ptr, q_scale_ptr, token, heads)
+    together = seq >= 0
+    for i in gl.static_range(1, TOKENS):
+        together = together & (gl.load(seq_ptr + token + i) == seq)
+        least = gl.minimum(least, gl.load(visible_ptr + token + i))
     begin = gl.program_id(0) % splits * span * (2 * KEYS)
     end = gl.minimum(begin + span * (2 * KEYS), columns)
-    seq = gl.load(seq_ptr + token)
-    visible = gl.load(visible_ptr + token)
-    bound = gl.where(seq >= 0, gl.minimum(visible, end), begin)
+    bound = gl.where(together, gl.minimum(least, end), begin)
     table = table_ptr + gl.maximum(seq, 0) * table_stride
     full = begin + gl.maximum(bound - begin, 0) // (2 * KEYS) * (2 * KEYS)
-    p0, p1 = _page(table, begin, full, PAGE), _page(table, begin + KEYS, full, PAGE)
-    w0, s0 = _load_keys(
-        words_ptr, cache_ptr, p0, begin, begin < full, page_stride, page_words,
-        PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, True,
-    )  # fmt: skip
-    w1, s1 = _load_keys(
-        words_ptr, cache_ptr, p1, begin + KEYS, begin < full, page_stride, page_words,
-        PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, True,
-    )  # fmt: skip
-    p0 = _page(table, begin + 2 * KEYS, full, PAGE)
-    p1 = _page(table, begin + 3 * KEYS, full, PAGE)
-    _load_queries(q_ptr, q_scale_ptr, token, heads, q_s)
+    keys, scales = _places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, 2 * KEYS)
+    for i in gl.static_range(STAGES - 1):
+        at = begin + i * (2 * KEYS)
+        page0 = _offset(table, at, full, page_stride, PAGE)
+        page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
+        _copy_keys(k_s.index(i), s_s.index(i), keys, scales, at, page0, page1,
+                   at < full, PAGE, DATA_STRIDE, SCALE_STRIDE, 2 * KEYS, True)  # fmt: skip
+    at = begin + (STAGES - 1) * (2 * KEYS)
+    page0 = _offset(table, at, full, page_stride, PAGE)
+    page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
+    wide = _store_queries(queries, query_codes, q_s, 0)
+    _store_weights(w_s.index(0), weights_ptr, q_scale_ptr, token, heads)
+    for i in gl.static_range(1, TOKENS):
+        queries, query_codes = _load_queries(q_ptr, q_scale_ptr, token + i, heads)
+        wide = wide | _store_queries(queries, query_codes, q_s, i)
+        _store_weights(w_s.index(i), weights_ptr, q_scale_ptr, token + i, heads)
     fence_async_shared()
     _barrier()
-    head = gl.arange(0, HEADS, gl.SliceLayout(0, ACC))
-    at = weights_ptr + token.to(gl.int64) * heads + head
-    weight = gl.load(at, mask=head < heads, other=0.0) * _WEIGHT
+    weight = w_s.index(0).load(HEAD)
     line = gl.arange(0, KEYS, LINE)
-    out_row = out_ptr + token.to(gl.int64) * out_stride
-    for first in range(begin, full, 2 * KEYS):
-        more = first + 2 * KEYS < full
-        gl.store(out_row + first + line, _scores(w0, s0, q_s, weight))
-        w0, s0 = _load_keys(
-            words_ptr, cache_ptr, p0, first + 2 * KEYS, more, page_stride, page_words,
-            PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, True,
-        )  # fmt: skip
-        p0 = _page(table, first + 4 * KEYS, full, PAGE)
-        gl.store(out_row + first + KEYS + line, _scores(w1, s1, q_s, weight))
-        w1, s1 = _load_keys(
-            words_ptr, cache_ptr, p1, first + 3 * KEYS, more, page_stride, page_words,
-            PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, True,
-        )  # fmt: skip
-        p1 = _page(table, first + 5 * KEYS, full, PAGE)
-    for first in range(full, end, KEYS):
-        scores = gl.full((KEYS,), float("-inf"), gl.float32, LINE)
-        if first < bound:
-            page = _page(table, first, bound, PAGE)
-            words, scale = _load_keys(
-                words_ptr, cache_ptr, page, first, bound - first, page_stride, page_words,
-                PAGE, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, False,
-            )  # fmt: skip
-            found = _scores(words, scale, q_s, weight)
-            scores = gl.where(first + line < bound, found, scores)
-        gl.store(out_row + first + line, scores, mask=first + line < end)
+    out_row = out_ptr + token.to(gl.int64) * out_stride + line
+    done = begin if wide else full
+    stage = 0
+    for first in range(begin, done, 2 * KEYS):
+        async_copy.wait_group(STAGES - 2)
+        k_now, s_now = k_s.index(stage), s_s.index(stage)
+        k0, k1 = k_now.slice(0, KEYS).load(LEFT), k_now.slice(KEYS, KEYS).load(LEFT)
+        s0, s1 = s_now.slice(0, KEYS).load(LINE), s_now.slice(KEYS, KEYS).load(LINE)
+        at = first + (STAGES - 1) * (2 * KEYS)
+        free = gl.where(stage == 0, STAGES - 1, stage - 1)
+        _copy_keys(k_s.index(free), s_s.index(free), keys, scales, at, page0, page1,
+                   at < full, PAGE, DATA_STRIDE, SCALE_STRIDE, 2 * KEYS, True)  # fmt: skip
+        at += 2 * KEYS
+        page0 = _offset(table, at, full, page_stride, PAGE)
+        page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
+        _store_scores(k0, s0, q_s, w_s, weight, out_row + first, out_stride, TOKENS)
+        _store_scores(k1, s1, q_s, w_s, weight, out_row + first + KEYS, out_stride, TOKENS)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    async_copy.wait_group(0)
+    run = gl.where(together, TOKENS, 1)
+    for start in range(0, TOKENS, run):
+        seq = gl.load(seq_ptr + token + start)
+        most = gl.load(visible_ptr + token + start)
+        for t in range(1, run):
+            most = gl.maximum(most, gl.load(visible_ptr + token + start + t))
+        bound = gl.where(seq >= 0, gl.minimum(most, end), begin)
+        table = table_ptr + gl.maximum(seq, 0) * table_stride
+        few, few_scales = _places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, KEYS)
+        k_now, s_now = k_s.index(0).slice(0, KEYS), s_s.index(0).slice(0, KEYS)
+        for first in range(done, end, KEYS):
+            page = _offset(table, first, bound, page_stride, PAGE)
+            _copy_keys(k_now, s_now, few, few_scales, first, page, page, bound - first,
+                       PAGE, DATA_STRIDE, SCALE_STRIDE, KEYS, False)  # fmt: skip
+            async_copy.wait_group(0)
+            packed, codes = k_now.load(LEFT), s_now.load(LINE)
+            for t in range(start, start + run):
+                scores = gl.full((KEYS,), float("-inf"), gl.float32, LINE)
+                seen = gl.minimum(gl.load(visible_ptr + token + t), bound)
+                if first < seen:
+                    q_scales = q_scale_ptr + (token + t).to(gl.int64) * heads
+                    found = _general_scores(packed, codes, q_s, w_s, q_scales, heads, t)
+                    scores = gl.where(first + line < seen, found, scores)
+                at_row = out_row + t.to(gl.int64) * out_stride + first
+                gl.store(at_row, scores, mask=first + line < end)

@@ -148,6 +148,8 @@ _MIXED: list[Chunk] = [(2, 3, 5), (-1, 0, 2), (0, 140, 3), (1, 0, 4)]
 # One token a sequence with lengths round whole tiles and pairs of tiles of 64 keys.
 _FEW: list[Chunk] = [(s, n - 1, 1) for s, n in enumerate((1, 63, 64, 65, 128, 129, 257, 400))]
 _VERIFY: list[Chunk] = [(1, 250, 6), (-1, 0, 2), (0, 60, 5), (2, 511, 1)]
+# As many tokens for every sequence.
+_STEPS: list[Chunk] = [(s, n, 4) for s, n in enumerate((3, 61, 125, 126, 300, 511))]
 CASES = [
     _case("index_logits", "no-rows", _dense([], 1, 4, FP4(64, 16))),
     _case("index_logits", "no-columns", _dense([(0, 0, 1)], 2, 4, FP4(64, 16))),
@@ -162,6 +164,7 @@ CASES = [
     _case("index_logits", "few", _dense(_FEW, 1, 32, FP4(128, 64), 40)),
     _case("index_logits", "few-verify", _dense(_VERIFY, 1, 32, FP4(128, 128))),
     _case("index_logits", "few-heads", _dense(_VERIFY, 2, 12, FP4(128, 64))),
+    _case("index_logits", "few-steps", _dense(_STEPS, 1, 32, FP4(128, 64), 30)),
     _case("index_logits", "few-wide", _dense(_FEW, 1, 32, FP4(128, 64), spread=12)),
     _case("index_logits", "fp8", _dense(_MIXED, 1, 4, FP8(128, 16))),
     _case("index_logits", "fp8-free", _dense([(0, 10, 3)], 1, 4, _free(64, 16))),
