@@ -126,6 +126,28 @@ def test_order_of_sequences_and_padding(impl: str, device: str, seed: int) -> No
     assert not a[[1, 3]].any()
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize(("samples", "step"), [(2, 2), (4, 16), (16, 4)])
+def test_search_for_the_last_row(
+    samples: int, step: int, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that end at, before and behind a sample, and beyond all samples of one round."""
+    from tinfer.kernels import compressor
+
+    monkeypatch.setattr(compressor, "SAMPLES", samples)
+    monkeypatch.setattr(compressor, "STEP", step)
+    g = torch.Generator(device).manual_seed(seed)
+    lengths = [1, 2, 3, 4, 5, 8, 9, 16, 17, 33]
+    seq = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).to(device)
+    positions = torch.cat([torch.arange(n) + i for i, n in enumerate(lengths)]).to(device)
+    kv, score = (torch.randn(len(seq), 8, generator=g, device=device) for _ in range(2))
+    states = [torch.zeros(len(lengths), 3, 2, 8, device=device) for _ in range(2)]
+    for impl, state in zip(("triton", "ref"), states, strict=True):
+        with use_kernels(impl):
+            ops.compress_pool(kv, score, positions, seq, state, 2)
+    assert torch.equal(*states)
+
+
 @pytest.mark.gpu
 def test_capture(device: str, seed: int) -> None:
     g = torch.Generator(device).manual_seed(seed)

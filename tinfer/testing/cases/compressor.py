@@ -50,6 +50,10 @@ def _case(name: str, chunks: list[Chunk], ratio: int, dim: int, ring: int, **kw:
     return Case("compress_pool", name, make, mutates=("state",), bytes=_moved, **kw)
 
 
+# Sequences of one row and of thousands, most of them begun within a group.
+MIXED = [(0, 5, 3000), (1, 0, 1), (2, 77, 1200), (-1, 0, 3), (3, 4, 3700)]
+MIXED += [(4 + i, 9 + i, 1) for i in range(288)]
+
 CASES = [
     _case("none", [], 2, 64, 4),
     _case("one-even", [(0, 6, 1)], 2, 64, 4),
@@ -63,6 +67,7 @@ CASES = [
     _case("long", [(0, 3, 101)], 2, 32, 8),  # two launches
     _case("strided", [(0, 0, 6)], 2, 64, 4, wide=True),
     _case("prefill-8192", [(0, 1, 8192)], 2, 512, 8, real=True, bench=True),
+    _case("prefill-mixed", MIXED, 2, 512, 8, real=True),
     _case("decode-64", [(s, 1000 + s, 1) for s in range(64)], 2, 512, 8, real=True, bench=True),
 ]
 
