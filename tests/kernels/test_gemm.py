@@ -92,23 +92,47 @@ def test_golden_wo_a(impl: str, device: str) -> None:
 
 
 # ---------------------------------------------------------------- properties
+FINITE = torch.tensor([c if c & 127 != 127 else 0 for c in range(256)], dtype=torch.uint8)
+ONE = 0x38  # 1.0 in e4m3
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_every_code_and_scale_is_exact(impl: str, device: str) -> None:
+@pytest.mark.parametrize(("width", "dtype"), [(32, torch.float32), (256, torch.bfloat16)])
+def test_every_code_and_scale_is_exact(
+    impl: str, width: int, dtype: torch.dtype, device: str
+) -> None:
     """One column at a time: a product is value times scale, whatever the codes."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    codes = codes[(codes & 127) != 127]
-    one = torch.full((1, 32), 0x38, dtype=torch.uint8, device=device)  # 1.0 in every column
-    one[:, 1:] = 0
-    weight = torch.zeros(len(codes), 32, dtype=torch.uint8, device=device)
-    weight[:, 0] = codes
+    one = torch.zeros(1, width, dtype=torch.uint8, device=device)
+    one[:, 0] = ONE
+    weight = torch.zeros(256, width, dtype=torch.uint8, device=device)
+    weight[:, 0] = FINITE
+    unit = torch.full((1, width // 32), 127, dtype=torch.uint8, device=device)
     for code in (67, 100, 127, 140, 187):
-        unit = torch.full((1, 1), 127, dtype=torch.uint8, device=device)
-        scale = torch.full((8, 1), code, dtype=torch.uint8, device=device)
+        scale = torch.full((8, width // 32), code, dtype=torch.uint8, device=device)
         with use_kernels("ref"):
-            want = ops.linear_fp8(one, unit, weight, scale, torch.float32)
+            want = ops.linear_fp8(one, unit, weight, scale, dtype)
         with use_kernels(impl):
-            got = ops.linear_fp8(one, unit, weight, scale, torch.float32)
+            got = ops.linear_fp8(one, unit, weight, scale, dtype)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("tokens", [3, 16, 40])
+def test_every_activation_is_exact(impl: str, tokens: int, device: str, seed: int) -> None:
+    """A weight of 2^60 times one gives activations back: every code in every column's place, and
+    scales down to the smallest."""
+    g = Generator(device).manual_seed(seed)
+    q = torch.stack([FINITE.roll(7 * t) for t in range(tokens)]).to(device)
+    s = torch.randint(40, 120, (tokens, 8), generator=g, device=device, dtype=torch.uint8)
+    s[1], q[1] = 0, torch.where(q[1] & 0x40 > 0, q[1], 0)  # of 2^-127 only what bf16 holds
+    s[2, 3] = 255
+    weight = torch.eye(256, dtype=torch.uint8, device=device) * ONE
+    scale = torch.full((8, 8), 187, dtype=torch.uint8, device=device)
+    want = (dequantize_rows(q, s).double() * 2.0**60).to(torch.bfloat16)
+    want[2] = float("nan")
+    with use_kernels(impl):
+        got = ops.linear_fp8(q, s, weight, scale)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 def _codes(shape: tuple[int, int], g: Generator) -> torch.Tensor:
@@ -181,11 +205,25 @@ def test_hopper_tiles_deal_out_every_step(
         assert most == 1 if tiles.whole else most <= tiles.sharers(steps) <= 18
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_coded_tiles_divide_weights_and_fit(tokens: int) -> None:
+    for n, k in [(32768, 1280), (5120, 8192), (25600, 6144), (4608, 5120), (64, 384), (64, 768)]:
+        tiles = _gemm_few.codes_tiles(tokens, n, k, 132)
+        assert n % tiles.rows == 0
+        assert tiles.rows == 16 or tiles.rows % 32 == 0  # tiles of scales
+        assert k % (128 * tiles.deep) == 0
+        assert tiles.rows * tiles.deep >= 64  # 16 rows a warp
+        assert tiles.tokens >= tokens
+        step = tiles.deep * 128 * (tiles.rows + tiles.tokens)
+        together = min(3, -(-n // tiles.rows // 132))  # programs a processor
+        assert tiles.stages * step * together < 220 << 10
+
+
 @pytest.mark.interpret
 def test_shares_of_a_tile_add_up_in_the_order_of_k(device: str, seed: int) -> None:
     rows, tokens, steps, units, n = 64, 16, 10, 4, 150
     count, programs = -(-n // rows), -(-3 * steps // units)
-    tiles = _gemm_few.HopperTiles(rows, tokens, 4, 4, units, programs, False)
+    tiles = _gemm_few.HopperTiles(rows, tokens, units, programs, False)
     generator = torch.Generator(device).manual_seed(seed)
     parts = torch.randn(count + programs, tokens // 8, rows, 8, generator=generator, device=device)
     want = torch.zeros(tokens, count * rows, device=device)

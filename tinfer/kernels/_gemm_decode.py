@@ -5,7 +5,7 @@ out[t, g, n] = sum_k x[t, g, k] * weight[g * N + n, k], fp32 accumulation, one r
 activations are decoded the same way by every program, so there is nothing to do beforehand.
 The warps of a program split K and add up at the end in a fixed order: no atomics, no workspace.
 
-`_add_parts_kernel` adds what the programs of `_gemm_hopper` leave, in the order of K.
+`_add_parts_kernel` adds what programs of `_gemm_hopper_tile` leave, in the order of K.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Launchers of products of few tokens, bound by reading the weight once.
 
 On Hopper, aligned e4m3 weights meet bf16 activations in `_gemm_hopper` and e4m3 ones in
-`_gemm_hopper_linear`; everything else, and every other device, goes through `_gemm_decode`.
+`_gemm_hopper_codes` or, more than 16 tokens, `_gemm_hopper_linear`; everything else, and every
+other device, goes through `_gemm_decode`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tinfer.kernels._gemm_decode import _add_parts_kernel, _few_tokens_kernel
 from tinfer.kernels._target import TRITON, Target, target
 
 FEW_TOKENS = 64
+_CODED_TOKENS = 16  # of `_gemm_hopper_codes`
 COLUMNS = {torch.uint8: 16, torch.bfloat16: 8}  # of one 16-byte piece
 Tiles = dict[str, Any]
 _STEP = 128  # columns of a step of `_gemm_hopper`
@@ -103,13 +105,57 @@ def _few_anywhere(
 
 # ---------------------------------------------------------------- Hopper
 @dataclass(frozen=True)
+class CodesTiles:
+    """`deep`: parts of K that the warps of a program take at once, 128 columns each."""
+
+    rows: int
+    tokens: int
+    stages: int
+    deep: int
+
+
+def codes_tiles(tokens: int, n: int, k: int, processors: int) -> CodesTiles:
+    """Tiles for e4m3 activations where these stay codes. Few rows a program keep all processors
+    busy without splitting K between programs; where rows abound and K is short, warps share rows.
+
+    H200, cold, us, 16 tokens, rows and depth (16, 4), (32, 4), (32, 2), (64, 1):
+    (5120, 8192) 21.7, 22.6, 25.2, -; (25600, 6144) 57.0, 54.1, 59.7, -; (32768, 1280) -, -, 22.7,
+    19.7. 512 rows of 5120, 3 and 6 stages: 10.3 and 9.6.
+    """
+    tile, steps = 8 if tokens <= 8 else 16, k // _STEP
+    if steps % 4 == 0:
+        rows, deep = 32 if tile == 16 and n // 32 >= 4 * processors else 16, 4
+    elif steps % 2 or n // 64 >= 3 * processors:
+        rows, deep = 64, 1
+    else:
+        rows, deep = 32, 2
+    return CodesTiles(rows, tile, 3 if n // rows > processors else 6, deep)
+
+
+def takes_codes(q: Tensor, s: Tensor) -> bool:
+    """Whether `_gemm_hopper_codes` takes a call that `takes_hopper` takes."""
+    return q.shape[0] <= _CODED_TOKENS and aligned(s, 4) and s.storage_offset() % 4 == 0
+
+
+def codes_on_hopper(q: Tensor, s: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
+    """q e4m3 [T, K], w [N, K] -> out [T, N], for arguments of `takes_codes`."""
+    from tinfer.kernels._gemm_hopper_codes import _codes_hopper_kernel
+
+    tokens, k = q.shape
+    n = w.shape[0]
+    tiles = codes_tiles(tokens, n, k, target(q.device).processors)
+    _codes_hopper_kernel[(n // tiles.rows,)](
+        q, s, w, w_s, out, tokens, n, k, q.stride(0), s.stride(0), w.stride(0), w_s.stride(0),
+        ROWS=tiles.rows, TOKENS=tiles.tokens, STAGES=tiles.stages, DEEP=tiles.deep, num_warps=4,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class HopperTiles:
     """`units`: steps of 128 columns a program takes, all of a tile's if `whole`."""
 
     rows: int
     tokens: int
-    stages: int
-    warps: int
     units: int
     programs: int
     whole: bool
@@ -131,23 +177,26 @@ def hopper_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
     whole = tiles >= 2 * processors if tile <= 32 else 0.9 * slots <= tiles <= slots
     fair = max(triton.cdiv(tiles * steps, slots), triton.cdiv(steps, 16))
     units = steps if whole else min(steps, fair)
-    return HopperTiles(rows, tile, 3, 4, units, triton.cdiv(tiles * steps, units), units == steps)
+    return HopperTiles(rows, tile, units, triton.cdiv(tiles * steps, units), units == steps)
 
 
 def linear_tiles(tokens: int, n: int, k: int, processors: int) -> HopperTiles:
-    """Tiles for e4m3 activations: all processors get the same number of steps, at most a tile's.
+    """Tiles for e4m3 activations: all processors get about the same number of steps, at most a
+    tile's, and tiles the same number of programs where partial sums are many and that costs little.
 
     All tokens come from L2 anew for every tile of rows, T * 2 / rows bytes for each of the weight,
-    so many tokens want tall tiles. H200, cold, us, 64 tokens, 64 and 128 rows: (32768, 1280) 29.4
-    and 25.1, (25600, 6144) 86.7 and 70.5. 32 tokens, 3 and 4 stages: (25600, 6144) 61.4 and 71.9.
+    so many tokens want tall tiles if there are enough. H200, cold, us, 64 tokens, 64 and 128 rows:
+    (32768, 1280) 28.5 and 23.3, (25600, 6144) 87.7 and 66.9, (4608, 5120) 22.0 and 24.5; programs
+    of 13 and 16 of 64 steps: (5120, 8192) 30.5 and 28.9.
     """
     tile, steps = max(8, triton.next_power_of_2(tokens)), k // _STEP
-    rows, resident = (128, 2) if tile > 32 and n % 128 == 0 else (64, 3)
+    tall = tile > 32 and n % 128 == 0 and n // 128 >= processors
+    rows, resident = (128, 2) if tall else (64, 3)
     tiles = triton.cdiv(n, rows)
     fair = max(triton.cdiv(tiles * steps, resident * processors), triton.cdiv(steps, 16))
-    units, stages = min(steps, fair), 4 if tile <= 16 else 3
-    programs = triton.cdiv(tiles * steps, units)
-    return HopperTiles(rows, tile, stages, 4, units, programs, units == steps)
+    even = [u for u in range(fair, fair * 5 // 4 + 1) if tile > 32 and steps % u == 0]
+    units = min(steps, even[0] if even else fair)
+    return HopperTiles(rows, tile, units, triton.cdiv(tiles * steps, units), units == steps)
 
 
 def takes_hopper(x: Tensor, w: Tensor, w_s: Tensor, device: Target) -> bool:
@@ -168,12 +217,10 @@ def _few_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
     device = target(x.device)
     tiles = hopper_tiles(tokens, n, k, device.processors)
     parts = _room_for_parts(tiles, n, out)
-    options = {"ROWS": tiles.rows, "TOKENS": tiles.tokens}
     _grouped_hopper_kernel[(tiles.programs,)](
         x, w, w_s, out, parts, tokens, n, k, n // groups,
         x.stride(0), w.stride(0), w_s.stride(0), tiles.units,
-        **options, STAGES=tiles.stages, WHOLE=tiles.whole, WARPS=tiles.warps,
-        num_warps=tiles.warps,
+        ROWS=tiles.rows, TOKENS=tiles.tokens, WHOLE=tiles.whole, num_warps=4,
     )  # fmt: skip
     _add_parts(tiles, parts, out, tokens, n, k // _STEP, device)
 
@@ -190,8 +237,7 @@ def linear_on_hopper(x: Tensor, w: Tensor, w_s: Tensor, out: Tensor) -> None:
     parts = _room_for_parts(tiles, n, out)
     _linear_hopper_kernel[(tiles.programs,)](
         x, w, w_s, out, parts, tokens, n, k, x.stride(0), w.stride(0), w_s.stride(0), tiles.units,
-        ROWS=tiles.rows, TOKENS=tiles.tokens, STAGES=tiles.stages, WHOLE=tiles.whole,
-        WARPS=tiles.warps, num_warps=tiles.warps, launch_pdl=True,
+        ROWS=tiles.rows, TOKENS=tiles.tokens, WHOLE=tiles.whole, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     _add_parts(tiles, parts, out, tokens, n, k // _STEP, device)
 

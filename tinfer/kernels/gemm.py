@@ -25,9 +25,11 @@ from tinfer.formats import GROUP
 from tinfer.kernels._call import MAX_PROGRAMS, device_reason, stride_reason
 from tinfer.kernels._gemm_few import (
     aligned,
+    codes_on_hopper,
     few_tokens,
     is_packed,
     linear_on_hopper,
+    takes_codes,
     takes_few,
     takes_hopper,
 )
@@ -158,15 +160,16 @@ def linear_fp8(
     out = torch.empty(q.shape[0], weight.shape[0], dtype=out_dtype, device=q.device)
     if not out.numel() or not q.shape[1]:
         return out.zero_()
-    if takes_few(q, weight):
-        if out_dtype == torch.bfloat16 and takes_hopper(
-            q[:, None], weight, scale, target(q.device)
-        ):
-            linear_on_hopper(dequantize(q, s, 1, "e4m3", chained=True), weight, scale, out)
-        else:
-            few_tokens(q[:, None], s, weight, scale, out[:, None])
-    else:
+    if not takes_few(q, weight):
         _matmul(dequantize(q, s, 1), dequantize(weight, scale, GROUP), out, 1)
+    elif out_dtype == torch.float32 or not takes_hopper(
+        q[:, None], weight, scale, target(q.device)
+    ):
+        few_tokens(q[:, None], s, weight, scale, out[:, None])
+    elif takes_codes(q, s):
+        codes_on_hopper(q, s, weight, scale, out)
+    else:
+        linear_on_hopper(dequantize(q, s, 1, "e4m3", chained=True), weight, scale, out)
     return out
 
 
