@@ -144,6 +144,21 @@ def test_a_bad_value_makes_its_group_nan_and_no_other(impl: str, device: str) ->
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_infinity_saturates_under_an_e4m3_scale(fmt: str, impl: str, device: str) -> None:
+    x = torch.ones(1, 64, device=device)
+    x[0, 5], x[0, 6], x[0, 40] = float("inf"), float("-inf"), float("nan")
+    top = 448.0 * (448.0 if fmt == "e4m3" else 6.0)
+    with use_kernels(impl):
+        q, s = ops.per_token_cast(x, fmt, 16, "e4m3")
+        y = ops.cast_back(q, s, fmt, 16, "e4m3", FP32)
+    assert s.tolist()[0][::2] == [0x7E, 0x7F]
+    assert y[0, 5:7].tolist() == [top, -top]
+    assert y[0, :32].isfinite().all()
+    assert y[0, 32:48].isnan().all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_zero_rows_keep_signs_and_the_floor_scale(impl: str, device: str) -> None:
     x = torch.tensor([0.0, -0.0], device=device, dtype=BF16).repeat(16)[None]
     with use_kernels(impl):

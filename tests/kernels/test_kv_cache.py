@@ -95,6 +95,37 @@ def test_round_trip(name: str, page: int, impl: str, seed: int, device: str) -> 
     assert (got.double() - x.double()).norm() <= floor * x.double().norm()
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_infinity_saturates_under_an_e4m3_scale(impl: str, device: str) -> None:
+    """Scale 448 and code 6 with the sign; a NaN poisons its group alone."""
+    layout = KVLayout.compressed_fp4(64, 16)
+    x = torch.ones(1, 64, dtype=torch.bfloat16, device=device)
+    x[0, 3], x[0, 4], x[0, 5] = float("inf"), float("-inf"), -3e38
+    x[0, 20] = float("nan")
+    cache = layout.allocate(1, device)
+    at = torch.zeros(1, dtype=torch.int32, device=device)
+    with use_kernels(impl):
+        ops.store_kv(x, at, cache, layout)
+        values = ops.load_kv(cache, layout, at).cpu()
+    assert cache[0, 32:36].tolist() == [0x7E, 0x7F, 0x23, 0x23]  # 448, NaN, e4m3(1 / 6)
+    assert values[0, :6].tolist() == [0.0, 0.0, 0.0, 2688.0, -2688.0, -2688.0]
+    assert values[0, 16:32].isnan().all()
+    assert values[0, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_slots_and_positions_may_be_int32(impl: str, seed: int, device: str) -> None:
+    layout = KVLayout.window_fp8(64, 16)
+    g = torch.Generator(device).manual_seed(seed)
+    x, cos_sin = rows(g, 5, 64), table(40, 16, torch.device(device))
+    at, positions = slots(g, 5, 48, True), torch.randint(0, 40, (5,), generator=g, device=device)
+    narrow, wide = layout.allocate(3, device), layout.allocate(3, device)
+    with use_kernels(impl):
+        ops.store_kv_rope(x, None, 1e-6, cos_sin, positions, at, wide, layout)
+        ops.store_kv_rope(x, None, 1e-6, cos_sin, positions.int(), at.int(), narrow, layout)
+    assert torch.equal(narrow, wide)
+
+
 def test_fp8_index_keys_hold_the_fp4_values(seed: int) -> None:
     """Every index layout selects alike: fp8 forms store the e2m1 values exactly."""
     x = torch.randn(32, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()

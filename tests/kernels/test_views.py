@@ -90,7 +90,16 @@ def _empty(case: Case) -> bool:
     return any(isinstance(v, Tensor) and not v.numel() for v in values)
 
 
-FAMILIES = ("compressor", "indexer", "indices", "sparse_mla", "topk", "gemm", "moe_experts")
+FAMILIES = (
+    "compressor",
+    "gemm",
+    "indexer",
+    "indices",
+    "kv_cache",
+    "moe_experts",
+    "sparse_mla",
+    "topk",
+)
 
 
 @pytest.mark.interpret
@@ -111,6 +120,9 @@ def test_strides_of_nothing_do_not_matter(case: Case, device: str, seed: int) ->
         actual = op(**{n: flat(clone(v)) for n, v in a.items()})
     assert op.calls["triton"] == before + 1
     expected = op.ref(**a)
+    if expected is None:  # in place: nothing to write
+        assert actual is None
+        return
     for mine, theirs in zip(
         *((x if isinstance(x, tuple) else (x,)) for x in (actual, expected)), strict=True
     ):

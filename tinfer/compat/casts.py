@@ -13,8 +13,9 @@ derived from its largest magnitude `a`, never below a floor that keeps all-zero 
 
 ceil(log2) works on the exponent bits, so an exact power of two is not bumped. Values are
 `encode(x / scale)` with the scale as stored, by true division, to nearest with ties to even codes,
-saturating; zero keeps its sign. A NaN or infinity in a group makes the whole group NaN: its
-scale and, in e4m3, all its codes (e2m1 has no NaN: its codes become +6).
+saturating; zero keeps its sign. A NaN in a group makes the whole group NaN: its scale and, in
+e4m3, all its codes (e2m1 has no NaN: its codes become +6). So does an infinity, but under an e4m3
+scale, which saturates at 448 like the values.
 
 Packed scales follow the last dimension; missing bytes of the last word are zero.
 """
@@ -130,11 +131,12 @@ def amax_floor(fmt: str, scale_fmt: str) -> float:
 def _scale(amax: Tensor, fmt: str, scale_fmt: str) -> tuple[Tensor, Tensor]:
     """Scales as stored (unpacked) and their values in fp32, from fp32 amax."""
     top = E4M3_MAX if fmt == "e4m3" else E2M1_MAX
-    amax = amax.clamp(min=amax_floor(fmt, scale_fmt)).masked_fill(amax.isinf(), float("nan"))
+    amax = amax.clamp(min=amax_floor(fmt, scale_fmt))
     if scale_fmt == "e4m3":
         # By a tensor: on some devices torch divides by a number through its reciprocal.
         code = encode_e4m3(amax / torch.full_like(amax, top))
         return code, decode_e4m3(code)
+    amax = amax.masked_fill(amax.isinf(), float("nan"))
     scale = amax * torch.tensor(1.0 / top, dtype=torch.float32, device=amax.device)
     if scale_fmt == "fp32":
         return scale, scale

@@ -49,6 +49,7 @@ def _views(cache: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
 def write_rows(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> None:
     """`store_kv` where every slot is valid."""
     data, scales = encode_rows(x, layout)
+    slots = slots.long()
     page, row = slots // layout.page_size, slots % layout.page_size
     data_view, scale_view = _views(cache, layout)
     data_view[page, row] = data
@@ -66,8 +67,8 @@ def check_store_kv(
     for name, index in (("slots", slots), ("positions", positions)):
         if index is None:
             continue
-        if index.dtype != torch.int64:
-            raise TypeError(f"{op}: {name} must be int64, got {index.dtype}")
+        if index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{op}: {name} must be int32 or int64, got {index.dtype}")
         if index.shape != x.shape[:1]:
             raise ValueError(f"{op}: {name} must be [{len(x)}], got {list(index.shape)}")
     check_cache(op, cache, layout)
@@ -77,14 +78,14 @@ def store_kv(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> None:
     """Quantize rows and write them at their slots, in place.
 
     x       bf16 [T, dim]
-    slots   int64 [T], each used once; -1 writes nothing
+    slots   int32 or int64 [T], each used once; -1 writes nothing
     cache   uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes. A slot beyond the cache is undefined.
     Numerics: `per_token_cast(x, layout.value, layout.group, layout.scale)`, after `fake_quant_`
       for layouts with a first cast. The floors are on a group's amax, never on the scale, so a
-      stored row equals the model's own quantize-dequantize. NaN or infinity in a group makes
-      that group NaN.
+      stored row equals the model's own quantize-dequantize. NaN in a group makes that group NaN;
+      so does infinity unless the scale is e4m3, which saturates.
     Source: the release's act_quant and fp4_act_quant (golden vectors).
     """
     check_store_kv("store_kv", x, slots, cache, layout, None)
@@ -160,8 +161,8 @@ def store_kv_rope(
     x          bf16 [T, dim]
     weight     bf16 or fp32 [dim], or None for rows that are already normed
     cos_sin    fp32 [L, R] = [cos (R/2) | sin (R/2)], turning adjacent channel pairs
-    positions  int64 [T], below L where slots >= 0
-    slots      int64 [T]; -1 writes nothing, whatever its position is
+    positions  int32 or int64 [T], below L where slots >= 0
+    slots      int32 or int64 [T]; -1 writes nothing, whatever its position is
     cache      uint8 [num_pages, layout.page_bytes]
 
     Raises: TypeError, ValueError for dtypes and shapes.
@@ -173,5 +174,5 @@ def store_kv_rope(
     keep = slots >= 0
     rows = x[keep] if weight is None else rms_norm(x[keep], weight, eps)
     rows = rows[:, None].clone()
-    apply_rotary_(rows, cos_sin, positions[keep])
+    apply_rotary_(rows, cos_sin, positions[keep].long())
     store_kv(rows[:, 0], slots[keep], cache, layout)

@@ -33,10 +33,9 @@ _SIXTH = tl.constexpr(1.0 / E2M1_MAX)
 def e2m1_scale(amax, SCALE: tl.constexpr, NATIVE: tl.constexpr):
     """amax of bf16 values, NaN kept -> (scale as stored, 2 / scale, off by an ulp at most)."""
     if SCALE == "e4m3":
-        finite = amax < float("inf")  # infinity, like NaN, makes the group NaN
         sixth = tl.minimum(tl.maximum(amax, _FLOOR) * _SIXTH, 512.0)  # 448 is the most e4m3 has
         sixth = sixth.to(tl.float16).to(tl.float32)
-        stored = e4m3_encode(tl.where(finite, sixth, float("nan")), NATIVE)
+        stored = e4m3_encode(tl.where(amax == amax, sixth, float("nan")), NATIVE)
         twice = 2.0 / e4m3_decode(stored, NATIVE)
     else:
         stored, _, inverse = group_scale(amax, "e2m1", SCALE)

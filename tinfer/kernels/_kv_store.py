@@ -103,9 +103,9 @@ def _store_units(
     if weight_ptr is not None:
         weights = load_parts(weight_ptr, first, first < DIM, DIM, DP, PARTS, CHUNK)
     tl.debug_barrier()  # else the compiler lets the rows wait for the positions
-    slot = tl.load(slots_ptr + token, mask=exists, other=-1)
+    slot = tl.load(slots_ptr + token, mask=exists, other=-1).to(tl.int64)
     if TURN:
-        position = tl.load(positions_ptr + token, mask=exists, other=0)
+        position = tl.load(positions_ptr + token, mask=exists, other=0).to(tl.int64)
         coss, sins = load_turns(
             cos_sin_ptr, position, first, slot >= 0, cos_sin_stride, DIM, DP, ROPE, PARTS, CHUNK
         )
@@ -132,8 +132,8 @@ def store_kv_kernel(
     x_ptr,  # bf16 [T, DIM]
     weight_ptr,  # [DIM] or None
     cos_sin_ptr,  # fp32 [L, ROPE] or None
-    positions_ptr,  # int64 [T] or None
-    slots_ptr,  # int64 [T]
+    positions_ptr,  # int32 or int64 [T] or None
+    slots_ptr,  # int32 or int64 [T]
     cache_ptr,  # uint8 pages, or bf16 pages for bf16 rows
     tokens,
     x_stride,

@@ -38,6 +38,7 @@ _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _E2M1_MAX = tl.constexpr(E2M1_MAX)
 _E4M3_MAX_INV = tl.constexpr(1.0 / E4M3_MAX)
 _E2M1_MAX_INV = tl.constexpr(1.0 / E2M1_MAX)
+_FINITE = tl.constexpr(2.0**100)
 _E4M3_FLOOR = _bits(E4M3_AMAX_FLOOR)
 _E4M3_FLOOR_E4M3 = _bits(E4M3_MAX * 2.0**-9)
 _E2M1_FLOOR = _bits(E2M1_AMAX_FLOOR)
@@ -65,7 +66,7 @@ def group_scale(amax, FMT: tl.constexpr, SCALE: tl.constexpr):
     else:
         FLOOR: tl.constexpr = _E4M3_FLOOR if E4M3 else _E2M1_FLOOR
     bits = tl.maximum(amax.to(tl.int32, bitcast=True), FLOOR)
-    if SCALE == "e4m3" or SCALE == "fp32":
+    if SCALE == "fp32":
         bits = tl.where(bits >= 0x7F800000, 0x7FC00000, bits).to(tl.int32)
     amax = bits.to(tl.float32, bitcast=True)
     if SCALE == "e4m3":
@@ -99,6 +100,8 @@ def divide(x, scale, inverse, FMT: tl.constexpr, SCALE: tl.constexpr):
         quotient = tl.div_rn(x, scale)
     else:
         product = x * inverse
+        if SCALE == "e4m3":  # infinities of a group that saturates stay in the range of the fma
+            product = tl.minimum(tl.maximum(product, -_FINITE), _FINITE)
         # A zero remainder comes out as +0: these signs keep -0. Unlike `-`, which means `0 -`,
         # a factor of -1 is free.
         quotient = tl.fma(tl.fma(product, scale, x * -1.0), inverse * -1.0, product)

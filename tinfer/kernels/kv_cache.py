@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinfer.compat import kv_cache as ref
+from tinfer.kernels._call import scattered
 from tinfer.kernels._kv_rows import load_tile
 from tinfer.kernels._kv_store import store_kv_kernel
 from tinfer.kernels._target import target
@@ -139,7 +140,7 @@ def _why_not_layout(cache: Tensor, layout: KVLayout) -> str | None:
 
 def supports_store_kv(x: Tensor, slots: Tensor, cache: Tensor, layout: KVLayout) -> str | None:
     """Rows need contiguous channels; groups a power of two."""
-    if x.dim() == 2 and x.stride(1) != 1:
+    if scattered(x):
         return "channels of x are not contiguous"
     return _why_not_layout(cache, layout)
 
@@ -160,7 +161,7 @@ def supports_store_kv_rope(
     layout: KVLayout,
 ) -> str | None:
     """As store_kv; the table's rows and the weight contiguous."""
-    if cos_sin.dim() == 2 and cos_sin.stride(1) != 1:
+    if scattered(cos_sin):
         return "rows of cos_sin are not contiguous"
     if (layout.dim - cos_sin.shape[-1]) % 2:
         return "the rotated channels start at an odd one"
