@@ -180,7 +180,9 @@ def test_bytes_by_hand(impl: str, device: str, seed: int) -> None:
         value = codes * decode_ue8m0(scale).repeat_interleave(32)
         limit = 0.07 if layout.value == "e4m3" else 0.5
         assert (value - x[1].float()).abs().max() <= limit * x[1].float().abs().max()
-        assert torch.equal(value.bfloat16(), ops.load_kv(cache, layout, torch.tensor(17))[None][0])
+        assert torch.equal(
+            value.bfloat16(), ops.load_kv(cache, layout, torch.tensor(17, device=device))
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
