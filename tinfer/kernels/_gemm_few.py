@@ -118,9 +118,9 @@ def codes_tiles(tokens: int, n: int, k: int, processors: int) -> CodesTiles:
     """Tiles for e4m3 activations where these stay codes. Few rows a program keep all processors
     busy without splitting K between programs; where rows abound and K is short, warps share rows.
 
-    H200, cold, us, 16 tokens, rows and depth (16, 4), (32, 4), (32, 2), (64, 1):
-    (5120, 8192) 21.7, 22.6, 25.2, -; (25600, 6144) 57.0, 54.1, 59.7, -; (32768, 1280) -, -, 22.7,
-    19.7. 512 rows of 5120, 3 and 6 stages: 10.3 and 9.6.
+    H200, cold, us, 16 tokens, rows and depth (16, 4), (32, 4), (64, 1): (5120, 8192) 21.2, 23.1, -;
+    (25600, 6144) 56.5, 54.4, 62.0; (32768, 1280) -, -, 19.6, where (32, 2) takes 22.7. 16 rows, 3
+    and 4 stages: (5120, 8192) 21.6 and 21.2; 3 and 6 stages: (512, 5120) 10.3 and 9.6.
     """
     tile, steps = 8 if tokens <= 8 else 16, k // _STEP
     if steps % 4 == 0:
@@ -129,7 +129,9 @@ def codes_tiles(tokens: int, n: int, k: int, processors: int) -> CodesTiles:
         rows, deep = 64, 1
     else:
         rows, deep = 32, 2
-    return CodesTiles(rows, tile, 3 if n // rows > processors else 6, deep)
+    programs = n // rows
+    stages = 6 if programs <= processors else 4 if deep == 4 and programs <= 3 * processors else 3
+    return CodesTiles(rows, tile, stages, deep)
 
 
 def takes_codes(q: Tensor, s: Tensor) -> bool:

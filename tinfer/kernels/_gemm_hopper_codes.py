@@ -7,9 +7,10 @@ conversion. Tensor cores multiply 32 columns, one group of scales, at a time; fp
 times both scales, a power of two, so nothing is rounded before it is added.
 
 H200, cold, us, against reading the weight alone, at (N, K) = (32768, 1280), (5120, 8192),
-(4608, 5120), (25600, 6144): 17.9, 18.0, 12.4, 47.0; 1 token 19.3, 20.3, 14.1, 50.8; 16 tokens 19.7,
-21.7, 15.7, 54.1. Tried: warp-group products that share decoded activations and split K between
-programs (5120, 8192) 22.0, of which 2.0 add the parts; decoding weights by integer arithmetic 22.6.
+(4608, 5120), (25600, 6144): 17.6, 17.7, 12.2, 47.0; 1 token 19.1, 19.9, 13.9, 50.6; 16 tokens 19.6,
+21.2, 15.3, 54.4. Tried at (5120, 8192), 16 tokens: warp-group products that share decoded
+activations and split K between programs 22.0, of which 2.0 add the parts; decoding weights by
+integer arithmetic 22.2.
 
 A thread's word of codes is two pairs of columns, (0, 1) and (2, 3), which become its columns of the
 first and the second half of a fragment of 16: an order of K that both operands share.

@@ -7,8 +7,8 @@ weights, a thread's, decode in place. So asynchronous copies take both operands 
 and the first copies of weights are under way before the activations are there.
 
 H200, cold, us, against reading the weight alone, at (N, K) = (32768, 1280), (5120, 8192),
-(4608, 5120), (25600, 6144): 17.9, 18.0, 12.4, 47.0; 32 tokens 22.4, 25.7, 19.1, 58.5; 64 tokens
-24.5, 28.9, 21.8, 67.3. With 64 tokens these come from L2 once more for each tile of rows, as many
+(4608, 5120), (25600, 6144): 17.6, 17.7, 12.2, 47.0; 32 tokens 22.1, 25.3, 19.1, 57.3; 64 tokens
+24.1, 28.9, 21.9, 67.8. With 64 tokens these come from L2 once more for each tile of rows, as many
 bytes as the weight, and partial sums take several MB both ways.
 """
 
