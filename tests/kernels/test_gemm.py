@@ -16,9 +16,11 @@ from tinfer.compat.gemm import dequantize_rows
 from tinfer.formats import Fp8Block32, as_bytes
 from tinfer.kernels import _gemm_few
 from tinfer.kernels._gemm_decode import _add_parts_kernel
+from tinfer.kernels._target import Target, use_target
 from tinfer.registry import use_kernels
 from tinfer.testing.aot import TARGETS, check_family
 from tinfer.testing.cases import Case, cases
+from tinfer.testing.launches import launches_of
 
 CASES = cases(family="gemm")
 GOLDEN = Golden("tests/data/golden")
@@ -203,6 +205,17 @@ def test_hopper_tiles_deal_out_every_step(
         assert max(places) < tiles.programs + count
         most = max(len(programs) for programs in owners.values())
         assert most == 1 if tiles.whole else most <= tiles.sharers(steps) <= 18
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_few_tokens_on_hopper_are_one_launch_or_chained_ones(tokens: int) -> None:
+    (case,) = [c for c in CASES if c.id == f"linear_fp8-{tokens}x4608x5120"]
+    with use_target(Target("cuda", 90, 227)):
+        names = [launch.name for launch in launches_of(case)]
+    if tokens <= 16:
+        assert names == ["_codes_hopper_kernel"]
+    else:
+        assert names == ["_dequantize_kernel", "_linear_hopper_kernel", "_add_parts_kernel"]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16])
