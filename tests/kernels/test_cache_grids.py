@@ -28,13 +28,13 @@ def _arguments(op: str, t: int) -> dict[str, Any]:
         "q": torch.zeros(t, 4, 64, dtype=torch.uint8),
         "q_s": torch.zeros(t, 4, 4, dtype=torch.uint8),
         "weights": torch.zeros(t, 4),
-        "cache": index.allocate(4),
+        "cache": index.allocate(4, torch.get_default_device()),
         "layout": index,
         "block_table": table,
         "seq": rows,
         "visible": lengths,
     }
-    cache = window.allocate(4)
+    cache = window.allocate(4, torch.get_default_device())
     return {
         "store_kv": {"x": x, "slots": rows, "cache": cache, "layout": window},
         "store_kv_rope": {
@@ -97,8 +97,9 @@ OPS = [name for name, op in registry.OPS.items() if op.family in FAMILIES]
 @pytest.mark.interpret
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", OPS)
-def test_grid(name: str, rows: int) -> None:
-    with FakeTensorMode(), recorded() as launches, use_kernels("triton"):
+def test_grid(name: str, rows: int, device: str) -> None:
+    on = torch.device(device)
+    with on, FakeTensorMode(), recorded() as launches, use_kernels("triton"):
         getattr(ops, name)(**_arguments(name, rows))
     assert launches
     for launch in launches:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.data.golden.check_golden import Golden, OpCase
 from tests.kernels.capture import check_capture
 from tests.kernels.parity import check_parity
-from tinfer import ops
+from tinfer import ops, registry
 from tinfer.compat.casts import unpack_ue8m0
 from tinfer.formats import E4M3_MAX, decode_e2m1, decode_e4m3, decode_ue8m0, unpack_e2m1
 from tinfer.registry import use_kernels
@@ -198,8 +198,10 @@ Q, S = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint
 def test_errors(
     op: str, args: tuple[Any, ...], error: type[Exception], message: str, impl: str
 ) -> None:
-    with use_kernels(impl), pytest.raises(error, match=f"{op}: .*{message}"):
-        getattr(ops, op)(*args)
+    found = registry.get(op)
+    call = found.ref if impl == "ref" else found.kernel
+    with pytest.raises(error, match=f"{op}: .*{message}"):
+        call(*args)
 
 
 # ---------------------------------------------------------------- cases from the field
