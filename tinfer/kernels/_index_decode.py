@@ -1,24 +1,30 @@
-"""Launching `_index_hopper`, the index logits of few tokens a sequence, and when to."""
+"""Launching `_index_hopper` and `_index_blocks_hopper`, and when to."""
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 
-from tinfer.kernels._call import MAX_PROGRAMS
+from tinfer.kernels._call import MAX_PROGRAMS, words_of
 from tinfer.kernels._target import TRITON, Target
 from tinfer.kv_layout import KVLayout
 
 TILE_PAIR = 128  # keys of two tiles
-PROGRAMS = 4  # a processor, which 128 registers let run at a time
-MOST_TOGETHER = 1
+# Registers of a thread, and the programs of a processor that they let run at a time.
+ALONE, SHARED = (128, 4), (168, 3)
+MOST_TOGETHER = 8  # 4 KiB of queries each
 
 
 def takes_hopper(
-    q: Tensor, cache: Tensor, layout: KVLayout, block_table: Tensor, on: Target
+    q: Tensor,
+    cache: Tensor,
+    layout: KVLayout,
+    block_table: Tensor,
+    blocks: Tensor | None,
+    on: Target,
 ) -> bool:
-    """e2m1 keys of 128 channels in pages of whole tiles, up to 32 heads, up to 8 tokens a sequence.
+    """e2m1 keys of 128 channels in pages of whole tiles, 16-byte rows, 9 to 32 heads; without
+    candidate blocks up to 8 tokens a sequence.
 
     More tokens share decoded keys in the portable kernel.
     """
@@ -33,7 +39,8 @@ def takes_hopper(
         and all(n % 16 == 0 for n in units)
         and scale_base % 4 == scale_stride % 4 == 0
         and 8 < heads <= 32
-        and tokens <= min(8 * len(block_table), MAX_PROGRAMS)
+        and tokens <= MAX_PROGRAMS
+        and (blocks is not None or tokens <= 8 * len(block_table))
     )
 
 
@@ -43,10 +50,10 @@ def _together(tokens: int, sequences: int) -> int:
     return each if left == 0 and 1 < each <= MOST_TOGETHER else 1
 
 
-def _splits(groups: int, columns: int, processors: int) -> tuple[int, int]:
+def _splits(groups: int, columns: int, programs: int) -> tuple[int, int]:
     """(programs of a group of tokens, tile pairs of each)."""
     pairs = triton.cdiv(columns, TILE_PAIR)
-    wanted = max(1, min(PROGRAMS * processors // groups, pairs))
+    wanted = max(1, min(programs // groups, pairs))
     each = triton.cdiv(pairs, wanted)
     return triton.cdiv(pairs, each), each
 
@@ -62,36 +69,45 @@ def launch_hopper(
     visible: Tensor,
     out: Tensor,
     on: Target,
+    blocks: Tensor | None = None,
+    block_size: int = 1,
 ) -> None:
     """Write the logits of `takes_hopper` arguments to out, fp32 [T, columns]."""
-    from tinfer.kernels._index_hopper import _index_logits_hopper_kernel
-
     tokens, columns = out.shape
-    together = _together(tokens, len(block_table))
-    groups = tokens // together
-    splits, span = _splits(groups, columns, on.processors)
+    together = _together(tokens, len(block_table)) if blocks is None else 1
+    registers, programs = ALONE if together == 1 else SHARED
+    splits, span = _splits(tokens // together, columns, programs * on.processors)
+    grid = (tokens // together * splits,)
     data_stride, scale_base, scale_stride = layout.triple
-    _index_logits_hopper_kernel[(groups * splits,)](
+    given = (
         q.contiguous(),
-        q_s.contiguous().view(torch.int32),
+        words_of(q_s),
         weights.contiguous(),
         cache,
         block_table,
         seq.contiguous(),
         visible.contiguous(),
-        out,
-        columns,
-        splits,
-        span,
-        q.shape[1],
-        block_table.stride(0),
-        cache.stride(0),
-        out.stride(0),
-        PAGE=layout.page_size,
-        DATA_STRIDE=data_stride,
-        SCALE_BASE=scale_base,
-        SCALE_STRIDE=scale_stride,
-        TOKENS=together,
-        num_warps=4,
-        maxnreg=128,
     )
+    sizes = (columns, splits, span, q.shape[1], block_table.stride(0), cache.stride(0))
+    fixed = {
+        "PAGE": layout.page_size,
+        "DATA_STRIDE": data_stride,
+        "SCALE_BASE": scale_base,
+        "SCALE_STRIDE": scale_stride,
+        "num_warps": 4,
+        "maxnreg": registers,
+    }
+    if blocks is None:
+        from tinfer.kernels._index_hopper import _index_logits_hopper_kernel
+
+        _index_logits_hopper_kernel[grid](
+            *given, out, *sizes, out.stride(0), TOKENS=together, **fixed
+        )
+    else:
+        from tinfer.kernels._index_blocks_hopper import _index_blocks_hopper_kernel
+
+        capacity = block_table.shape[1] * layout.page_size
+        _index_blocks_hopper_kernel[grid](
+            *given, blocks, out, capacity, *sizes, blocks.stride(0), out.stride(0),
+            BLOCK_SIZE=block_size, **fixed,
+        )  # fmt: skip

@@ -92,12 +92,18 @@ def smallest_code(word):
 
 @gluon.jit
 def key_factor(word, G: gl.constexpr):
-    """fp32 scale of group G from a key's four codes; infinite for NaN."""
+    """fp32 scale of group G from a key's four codes; infinite for NaN (`nan_codes`)."""
     if G == 3:
         shifted = word >> 1
     else:
         shifted = word << (23 - 8 * G)
     return (shifted & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def nan_codes(word):
+    """Bit 8 i + 7 is set where byte i of the word is 255, other bits are arbitrary."""
+    return ((word & 0x7F7F7F7F) + 0x01010101) & word
 
 
 @gluon.jit

@@ -1,19 +1,25 @@
 """Index logits on Hopper for few tokens a sequence: packed e2m1 keys as e4m3 operands.
 
-A program holds one token's queries in shared memory and walks over its keys in pairs of tiles of
-64. Packed keys and their scales are copied to shared memory two pairs ahead; a thread reads the
-words that the tensor core's left operand wants of it and decodes them in registers
-(`_index_e4m3`). Each group of 32 channels has an accumulator of its own, whose sums are exact;
-the key's scales weight them in fp32:
+A program holds the queries of one token, or of all tokens of a sequence where every sequence has
+as many, in shared memory and walks over the keys in pairs of tiles of 64. Packed keys and their
+scales are copied to shared memory two pairs ahead; a thread reads the words that the tensor
+core's left operand wants of it and decodes them in registers (`_index_e4m3`), once for all
+tokens. Each group of 32 channels has an accumulator of its own, whose sums are exact; the key's
+scales weight them in fp32:
 
     score = sum_h weight_h relu(sum_g key_scale_g acc_hg)
 
-The last, partial tiles take a walk of their own. So do all keys of a token that has a head with
-scales more than 2^11 apart: one tile at a time, with a factor for each head and group.
+The last, partial tiles take a walk of their own, one tile at a time, with a factor for each head
+and group. So do all keys if a head's scales lie more than 2^11 apart, or if tokens that should
+share keys turn out to be of different sequences. Keys with a NaN scale are rare: their scores are
+overwritten at the end.
 
-H200, 64 tokens, 32768 keys: 59 us; 53 us if all keys lie in few pages, 39 us (graph) if they are
-only copied. With bf16 operands and one accumulator for all groups it takes 63 us, with keys
-loaded straight into registers, where every wait is for all loads, 70 us.
+H200, 64 tokens, 32768 keys: 58 us (graph 56). The tensor cores take 15 of them and copying alone
+39; with all keys in few pages it still takes 53: 475 instructions of a warp for two tiles, most
+of them for two pipes of half rate. With bf16 operands, one accumulator and the same copies it
+takes 63 us, with keys loaded into registers instead, where every wait is for all loads, 70.
+Steps of four tiles (64 us), 168 registers with products of two tiles in flight (60) and equal
+shares across the ends of rows (61) are slower. 16 sequences of 6 tokens: 72 us, 85 one by one.
 """
 
 from __future__ import annotations
@@ -27,45 +33,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tinfer.kernels._index_copies import (
+    COPY_LINE,
+    HEADS,
+    KEYS,
+    LINE_S,
+    QUERIES,
+    ROWS_S,
+    copy_keys,
+    load_queries,
+    load_weights,
+    page_offset,
+    places,
+)
 from tinfer.kernels._index_e4m3 import (
     REACH,
-    head_factor,
     key_factor,
     key_groups,
     largest_code,
+    nan_codes,
     query_groups,
     rest_factor,
     smallest_code,
 )
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.9 renamed it
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-KEYS = gl.constexpr(64)
-HEADS = gl.constexpr(32)
 STAGES = gl.constexpr(3)  # pairs of tiles in shared memory
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC, 4))
 LINE = gl.constexpr(gl.SliceLayout(1, ACC))
-COPY = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
-COPY_LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-QUERIES = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-ROWS_S = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [1, 0]))
 HEAD = gl.constexpr(gl.SliceLayout(0, ACC))
-LINE_S = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _load_queries(q_ptr, q_scale_ptr, token, heads):
-    """Packed queries of a token [32, 64] and the four scale codes of each head [32]."""
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, QUERIES))
-    byte = gl.arange(0, 64, gl.SliceLayout(0, QUERIES))
-    row = token.to(gl.int64) * heads + head
-    live = head < heads
-    at = q_ptr + row[:, None] * 64 + byte[None, :]
-    return (
-        gl.load(at, mask=live[:, None], other=0),
-        gl.load(q_scale_ptr + row, mask=live, other=0),
-    )
 
 
 @gluon.jit
@@ -79,63 +76,6 @@ def _store_queries(packed, codes, q_s, t):
     q_s.index(4 * t + 2).store(g2)
     q_s.index(4 * t + 3).store(g3)
     return gl.max(largest_code(codes) - smallest_code(codes), 0) > REACH
-
-
-@gluon.jit
-def _store_weights(w_s, weights_ptr, q_scale_ptr, token, heads):
-    head = gl.arange(0, HEADS, COPY_LINE)
-    at = token.to(gl.int64) * heads + head
-    codes = gl.load(q_scale_ptr + at, mask=head < heads, other=0)
-    weight = gl.load(weights_ptr + at, mask=head < heads, other=0.0)
-    w_s.store(weight * (0.5 * head_factor(codes)))  # 2 relu(x) = x + |x|
-
-
-@gluon.jit
-def _offset(table, first, bound, page_stride, PAGE: gl.constexpr):
-    """Bytes from the cache's begin to the page of key `first`, if that is below the bound."""
-    page = gl.load(table + first.to(gl.uint32) // PAGE, mask=first < bound, other=0)
-    return page.to(gl.uint32).to(gl.uint64) * page_stride.to(gl.uint32).to(gl.uint64)
-
-
-@gluon.jit
-def _places(
-    cache_ptr, DATA_STRIDE: gl.constexpr, SCALE_BASE: gl.constexpr, SCALE_STRIDE: gl.constexpr,
-    N: gl.constexpr,
-):  # fmt: skip
-    """Where a thread finds its part of N keys and of their scales, were they in one row at 0."""
-    row = gl.arange(0, N, gl.SliceLayout(1, COPY))
-    byte = gl.arange(0, 64, gl.SliceLayout(0, COPY))
-    line = gl.arange(0, N, COPY_LINE)
-    keys = cache_ptr + (row[:, None] * DATA_STRIDE + byte[None, :])
-    return keys, cache_ptr + (line * SCALE_STRIDE + SCALE_BASE)
-
-
-@gluon.jit
-def _copy_keys(
-    k_s, s_s, keys, scales, first, page0, page1, count,
-    PAGE: gl.constexpr, DATA_STRIDE: gl.constexpr, SCALE_STRIDE: gl.constexpr,
-    N: gl.constexpr, ALL: gl.constexpr,
-):  # fmt: skip
-    """Start copying keys first .. first + N - 1, of two tiles of 64 with pages of their own.
-
-    `count` is whether to copy at all if ALL, otherwise the number of keys that may be read.
-    """
-    row = gl.arange(0, N, gl.SliceLayout(1, COPY))
-    line = gl.arange(0, N, COPY_LINE)
-    tile = first.to(gl.uint32) // KEYS
-    in0 = (tile % (PAGE // KEYS) * KEYS).to(gl.uint64)
-    in1 = ((tile + 1) % (PAGE // KEYS) * KEYS).to(gl.uint64) - KEYS
-    keys += gl.where(row < KEYS, page0 + in0 * DATA_STRIDE, page1 + in1 * DATA_STRIDE)[:, None]
-    scales += gl.where(line < KEYS, page0 + in0 * SCALE_STRIDE, page1 + in1 * SCALE_STRIDE)
-    keys = gl.max_contiguous(gl.multiple_of(keys, [1, 16]), [1, 16])
-    scales = scales.to(gl.pointer_type(gl.int32))
-    if ALL:
-        _copy(k_s, keys, mask=count)
-        _copy(s_s, scales, mask=count)
-    else:
-        _copy(k_s, keys, mask=(row < count)[:, None])
-        _copy(s_s, scales, mask=line < count)
-    async_copy.commit_group()
 
 
 @gluon.jit
@@ -154,13 +94,33 @@ def _products(g0, g1, g2, g3, q_s, t):
 
 
 @gluon.jit
+def _by_thread(x, R: gl.constexpr):
+    """fp32 [R, 32] as an accumulator holds it -> the eight values that a thread has of a row,
+    [R, 4] each."""
+    x = gl.permute(gl.reshape(x, [R, 2, 2, 4, 2]), (0, 3, 1, 2, 4))
+    a, b = gl.split(x)
+    a0, a1 = gl.split(a)
+    b0, b1 = gl.split(b)
+    a0, a1, b0, b1 = gl.split(a0), gl.split(a1), gl.split(b0), gl.split(b1)
+    return a0[0], a0[1], a1[0], a1[1], b0[0], b0[1], b1[0], b1[1]
+
+
+@gluon.jit
 def _weighed(c0, c1, c2, c3, codes, weight):
-    """fp32 [64]: scores of 64 keys."""
+    """fp32 [64]: scores of 64 keys, but for NaN scales.
+
+    Every rounding is spelt out: a compiler may merge products and sums one way in one loop and
+    another way in the next.
+    """
     f0, f1 = key_factor(codes, 0), key_factor(codes, 1)
     f2, f3 = key_factor(codes, 2), key_factor(codes, 3)
-    dot = c0 * f0[:, None] + c1 * f1[:, None] + c2 * f2[:, None] + c3 * f3[:, None]
-    scores = gl.sum((dot + gl.abs(dot)) * weight[None, :], axis=1)
-    return gl.fma((f0 + f1) + (f2 + f3), gl.zeros_like(f0), scores)  # NaN if one is infinite
+    dot = c0 * f0[:, None] + c1 * f1[:, None] + c2 * f2[:, None] + c3 * f3[:, None]  # c f is exact
+    weight, relu = gl.broadcast(weight[None, :], dot + gl.abs(dot))
+    r0, r1, r2, r3, r4, r5, r6, r7 = _by_thread(relu, KEYS)
+    w0, w1, w2, w3, w4, w5, w6, w7 = _by_thread(weight, KEYS)
+    total = gl.fma(r3, w3, gl.fma(r2, w2, gl.fma(r1, w1, r0 * w0)))
+    total = gl.fma(r7, w7, gl.fma(r6, w6, gl.fma(r5, w5, gl.fma(r4, w4, total))))
+    return gl.convert_layout(gl.sum(total, axis=1), LINE, assert_trivial=True)
 
 
 @gluon.jit
@@ -187,7 +147,28 @@ def _general_scores(packed, codes, q_s, w_s, q_scales, heads, t):
     c0, c1, c2, c3 = _products(g0, g1, g2, g3, q_s, t)
     c0, c1 = c0 * rest_factor(rest, 0)[None, :], c1 * rest_factor(rest, 1)[None, :]
     c2, c3 = c2 * rest_factor(rest, 2)[None, :], c3 * rest_factor(rest, 3)[None, :]
-    return _weighed(c0, c1, c2, c3, codes, w_s.index(t).load(HEAD))
+    scores = _weighed(c0, c1, c2, c3, codes, w_s.index(t).load(HEAD))
+    return gl.where(_is_nan(codes), float("nan"), scores)
+
+
+@gluon.jit
+def _is_nan(codes):
+    return (nan_codes(codes) & -0x7F7F7F80) != 0
+
+
+@gluon.jit
+def _add_nan(
+    out_row, out_stride, scales, table, begin, done, page_stride,
+    PAGE: gl.constexpr, SCALE_STRIDE: gl.constexpr, TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Overwrite the scores of keys with a NaN scale, of pairs of tiles from begin on."""
+    for first in range(begin, done, KEYS):
+        row = (first.to(gl.uint32) // KEYS % (PAGE // KEYS) * KEYS).to(gl.uint64)
+        at = scales + (page_offset(table, first, done, page_stride, PAGE) + row * SCALE_STRIDE)
+        nan = _is_nan(gl.load(at.to(gl.pointer_type(gl.int32))))
+        for t in range(TOKENS):
+            at_row = out_row + t.to(gl.int64) * out_stride + first
+            gl.store(at_row, gl.full((KEYS,), float("nan"), gl.float32, LINE), mask=nan)
 
 
 @gluon.jit(do_not_specialize=["columns", "splits", "span"])
@@ -216,7 +197,8 @@ def _index_logits_hopper_kernel(
     token = gl.program_id(0) // splits * TOKENS
     seq = gl.load(seq_ptr + token)
     least = gl.load(visible_ptr + token)
-    queries, query_codes = _load_queries(q_ptr, q_scale_ptr, token, heads)
+    queries, query_codes = load_queries(q_ptr, q_scale_ptr, token, heads)
+    weight = load_weights(weights_ptr, q_scale_ptr, token, heads)
     together = seq >= 0
     for i in gl.static_range(1, TOKENS):
         together = together & (gl.load(seq_ptr + token + i) == seq)
@@ -226,45 +208,52 @@ def _index_logits_hopper_kernel(
     bound = gl.where(together, gl.minimum(least, end), begin)
     table = table_ptr + gl.maximum(seq, 0) * table_stride
     full = begin + gl.maximum(bound - begin, 0) // (2 * KEYS) * (2 * KEYS)
-    keys, scales = _places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, 2 * KEYS)
+    keys, scales = places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, 2 * KEYS)
     for i in gl.static_range(STAGES - 1):
         at = begin + i * (2 * KEYS)
-        page0 = _offset(table, at, full, page_stride, PAGE)
-        page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
-        _copy_keys(k_s.index(i), s_s.index(i), keys, scales, at, page0, page1,
+        page0 = page_offset(table, at, full, page_stride, PAGE)
+        page1 = page_offset(table, at + KEYS, full, page_stride, PAGE)
+        copy_keys(k_s.index(i), s_s.index(i), keys, scales, at, page0, page1,
                    at < full, PAGE, DATA_STRIDE, SCALE_STRIDE, 2 * KEYS, True)  # fmt: skip
     at = begin + (STAGES - 1) * (2 * KEYS)
-    page0 = _offset(table, at, full, page_stride, PAGE)
-    page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
+    page0 = page_offset(table, at, full, page_stride, PAGE)
+    page1 = page_offset(table, at + KEYS, full, page_stride, PAGE)
     wide = _store_queries(queries, query_codes, q_s, 0)
-    _store_weights(w_s.index(0), weights_ptr, q_scale_ptr, token, heads)
+    w_s.index(0).store(weight)
     for i in gl.static_range(1, TOKENS):
-        queries, query_codes = _load_queries(q_ptr, q_scale_ptr, token + i, heads)
+        queries, query_codes = load_queries(q_ptr, q_scale_ptr, token + i, heads)
         wide = wide | _store_queries(queries, query_codes, q_s, i)
-        _store_weights(w_s.index(i), weights_ptr, q_scale_ptr, token + i, heads)
+        w_s.index(i).store(load_weights(weights_ptr, q_scale_ptr, token + i, heads))
     fence_async_shared()
     _barrier()
-    weight = w_s.index(0).load(HEAD)
+    own_weight = w_s.index(0).load(HEAD)
     line = gl.arange(0, KEYS, LINE)
     out_row = out_ptr + token.to(gl.int64) * out_stride + line
     done = begin if wide else full
     stage = 0
+    nan = gl.full((2 * KEYS,), 0, gl.int32, COPY_LINE)
     for first in range(begin, done, 2 * KEYS):
         async_copy.wait_group(STAGES - 2)
         k_now, s_now = k_s.index(stage), s_s.index(stage)
         k0, k1 = k_now.slice(0, KEYS).load(LEFT), k_now.slice(KEYS, KEYS).load(LEFT)
         s0, s1 = s_now.slice(0, KEYS).load(LINE), s_now.slice(KEYS, KEYS).load(LINE)
+        nan |= nan_codes(s_now.load(COPY_LINE))
         at = first + (STAGES - 1) * (2 * KEYS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
-        _copy_keys(k_s.index(free), s_s.index(free), keys, scales, at, page0, page1,
+        copy_keys(k_s.index(free), s_s.index(free), keys, scales, at, page0, page1,
                    at < full, PAGE, DATA_STRIDE, SCALE_STRIDE, 2 * KEYS, True)  # fmt: skip
         at += 2 * KEYS
-        page0 = _offset(table, at, full, page_stride, PAGE)
-        page1 = _offset(table, at + KEYS, full, page_stride, PAGE)
-        _store_scores(k0, s0, q_s, w_s, weight, out_row + first, out_stride, TOKENS)
-        _store_scores(k1, s1, q_s, w_s, weight, out_row + first + KEYS, out_stride, TOKENS)
+        page0 = page_offset(table, at, full, page_stride, PAGE)
+        page1 = page_offset(table, at + KEYS, full, page_stride, PAGE)
+        _store_scores(k0, s0, q_s, w_s, own_weight, out_row + first, out_stride, TOKENS)
+        _store_scores(k1, s1, q_s, w_s, own_weight, out_row + first + KEYS, out_stride, TOKENS)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
+    if gl.max(((nan & -0x7F7F7F80) != 0).to(gl.int32), 0) > 0:
+        _barrier()
+        few_scales = cache_ptr + (SCALE_BASE + SCALE_STRIDE * line)
+        _add_nan(out_row, out_stride, few_scales, table, begin, done, page_stride,
+                 PAGE, SCALE_STRIDE, TOKENS)  # fmt: skip
     run = gl.where(together, TOKENS, 1)
     for start in range(0, TOKENS, run):
         seq = gl.load(seq_ptr + token + start)
@@ -273,11 +262,11 @@ def _index_logits_hopper_kernel(
             most = gl.maximum(most, gl.load(visible_ptr + token + start + t))
         bound = gl.where(seq >= 0, gl.minimum(most, end), begin)
         table = table_ptr + gl.maximum(seq, 0) * table_stride
-        few, few_scales = _places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, KEYS)
+        few, few_scales = places(cache_ptr, DATA_STRIDE, SCALE_BASE, SCALE_STRIDE, KEYS)
         k_now, s_now = k_s.index(0).slice(0, KEYS), s_s.index(0).slice(0, KEYS)
         for first in range(done, end, KEYS):
-            page = _offset(table, first, bound, page_stride, PAGE)
-            _copy_keys(k_now, s_now, few, few_scales, first, page, page, bound - first,
+            page = page_offset(table, first, bound, page_stride, PAGE)
+            copy_keys(k_now, s_now, few, few_scales, first, page, page, bound - first,
                        PAGE, DATA_STRIDE, SCALE_STRIDE, KEYS, False)  # fmt: skip
             async_copy.wait_group(0)
             packed, codes = k_now.load(LEFT), s_now.load(LINE)

@@ -10,7 +10,8 @@ sequence in the same tile take another walk. Keys at and beyond the last visible
 read. With candidate blocks every token has keys of its own and walks alone.
 
 FAST is for e2m1 keys of 128 channels with ue8m0 scales (`_index_keys`); other layouts decode to
-bf16 first. Few tokens a sequence have a kernel of their own on Hopper (`_index_hopper`).
+bf16 first. Few tokens a sequence and candidate blocks have kernels of their own on Hopper
+(`_index_hopper`, `_index_blocks_hopper`).
 Numerics: operands exact in bf16, fp32 accumulation, relu and weighted sum in fp32.
 Source: `tinfer.compat.indexer`.
 """
@@ -211,10 +212,11 @@ def _launch(
         return out
     on = target(q.device)
     capacity = block_table.shape[1] * layout.page_size
-    if blocks is None and takes_hopper(q, cache, layout, block_table, on):
-        if capacity < columns:
+    if takes_hopper(q, cache, layout, block_table, blocks, on):
+        if blocks is None and capacity < columns:
             visible = visible.clamp(max=capacity)
-        launch_hopper(q, q_s, weights, cache, layout, block_table, seq, visible, out, on)
+        given = (q, q_s, weights, cache, layout, block_table, seq, visible, out, on)
+        launch_hopper(*given, blocks, block_size)
         return out
     heads_p = max(16, triton.next_power_of_2(heads))
     tile = _index_tiles(tokens, len(block_table), heads_p, blocks is not None, on)

@@ -185,6 +185,8 @@ CASES = [
           _dense([(s, 32762, 6) for s in range(16)], 1, 32, FP4(128, 64)), real=True, bench=True),
     _case("index_logits_blocks", "no-rows", _blocks([], 4, FP4(64, 16), 3, 8)),
     _case("index_logits_blocks", "mixed", _blocks(_MIXED, 32, FP4(128, 16), 3, 8)),
+    _case("index_logits_blocks", "tiles",
+          _blocks([(0, 300, 3), (-1, 0, 2), (1, 900, 2), (2, 5, 1)], 32, FP4(128, 64), 40, 8)),
     _case("index_logits_blocks", "small", _blocks([(0, 60, 3)], 4, FP4(64, 16), 4, 4)),
     _case("index_logits_blocks", "size5", _blocks([(0, 60, 2)], 4, MX(128, 16), 4, 5)),
     _case("index_logits_blocks", "decode-64x131072",
