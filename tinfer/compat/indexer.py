@@ -112,7 +112,9 @@ def index_logits(
     j < visible[t], -inf beyond.
     Raises: TypeError, ValueError for dtypes and shapes.
     Numerics: operands dequantized exactly, products summed in fp32, relu per head before the
-    weighted sum over heads, fp32 to the end (the release rounds to bf16 at each step).
+    weighted sum over heads, fp32 to the end (the release rounds to bf16 at each step). e2m1 keys
+    with a scale above 2^17 (code 144), which no normed key reaches, may score NaN in kernels, and
+    a scale of 2^-127 may count as zero.
     Source: the release's indexer; per-sequence keys always (each source reads its own).
     """
     given = (q, q_s, weights, cache, layout, block_table, seq, visible, max_visible)
