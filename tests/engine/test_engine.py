@@ -46,6 +46,29 @@ def test_more_requests_than_slots(model) -> None:
         assert [s.finish_reason for s in alone] == [None] * 4 + ["length"]
 
 
+def test_kv13_no_slot_leaks_in_a_long_run(model) -> None:
+    """20 requests of up to three windows each through 8 slots: each ends as if it ran alone."""
+    many = dataclasses.replace(GREEDY, max_new_tokens=3 * model.config.window_size)
+    few = dataclasses.replace(GREEDY, max_new_tokens=3)
+    requests = [Request([5 + i, 9], few if i % 5 else many) for i in range(20)]
+    runner = engine(model, sequences=8)
+    together = list(runner.generate(requests))
+    assert [s.finish_reason for s in together if s.finish_reason] == ["length"] * 20
+    for i in (0, 1, 18, 19):
+        alone = list(engine(model, sequences=1).generate([requests[i]]))
+        assert tokens(together, i) == tokens(alone, 0)
+    assert len(list(runner.generate(requests[:8]))) == 2 * many.max_new_tokens + 6 * 3
+
+
+def test_kv11_windows_and_state_do_not_grow_with_the_context(model) -> None:
+    """A request too long for the context is refused with numbers: `test_bad_request`."""
+    short, long = (Engine(model, CacheSize(2, n, 32, 16)).cache for n in (128, 4096))
+    assert [w.shape for w in short.windows] == [w.shape for w in long.windows]
+    for layer, state in short.pool_state.items():
+        assert state.shape == long.pool_state[layer].shape
+    assert short.engram_history.shape == long.engram_history.shape
+
+
 def test_an_engine_can_be_used_again(model) -> None:
     runner = engine(model, sequences=1)
     first = list(runner.generate([Request([5, 6, 7], GREEDY)]))

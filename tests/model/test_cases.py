@@ -108,6 +108,44 @@ def test_kv02_kv07_decode_equals_prefill(name: str) -> None:
     assert same == total, f"{same} of {total} selections agree"
 
 
+def _poison_window(cache: Cache, positions: range, live: range) -> None:
+    """Fill the window rows of sequence 0's positions with NaN where no live position lies."""
+    seq = torch.zeros(max(len(positions), len(live)), dtype=torch.int64)
+
+    def slots(span: range) -> set[int]:
+        return set(cache.window_store_slots(torch.tensor(span), seq[: len(span)]).tolist())
+
+    layout = cache.window_layout
+    data_stride, scale_base, scale_stride = layout.triple
+    for slot in slots(positions) - slots(live) if positions else ():
+        page, row = divmod(slot, cache.page_size)
+        data, scale = row * data_stride, scale_base + row * scale_stride
+        for pages in cache.windows:
+            pages[page, data : data + layout.data_bytes] = 0xFF
+            pages[page, scale : scale + layout.scale_bytes] = 0xFF
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kv09_going_on_behind_any_prefix_needs_the_window_alone(name: str) -> None:
+    """The query at position H sees H-W+1 .. H; window rows before that are poison."""
+    model = load_model(ROOT / "models" / name)
+    window = model.config.window_size
+    prompt = [(13 * i) % 200 + 3 for i in range(2 * window + 2)]
+    for hit in (window - 1, window, window + 1, 2 * window - 1, 2 * window, 2 * window + 1):
+        answers = []
+        for poison in (False, True):
+            cache = fresh(model, chunk=2 * window + 2)
+            model.backbone(Batch.of([(0, 0, prompt[:hit])], "cpu"), cache)
+            if poison:
+                first = hit - window + 1
+                _poison_window(cache, range(first), range(first, hit + 1))
+            step = model.backbone(Batch.of([(0, hit, [prompt[hit]])], "cpu"), cache)
+            answers.append(model.backbone.logits(step.x))
+        cold = model.backbone(Batch.of([(0, 0, prompt[: hit + 1])], "cpu"), fresh(model, 96))
+        assert torch.equal(*answers), hit
+        assert answers[1].argmax() == model.backbone.logits(cold.x[-1:]).argmax(), hit
+
+
 def test_mo08_image_rows_take_bias_vl_and_no_memory_rows() -> None:
     """In an image span the router uses bias_vl, and engram passes the stream through."""
     run = next(r for r in golden_runs("full") if r.info["images"])
