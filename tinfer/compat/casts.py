@@ -59,6 +59,14 @@ def _check_float(op: str, name: str, x: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be bfloat16 or float32, got {x.dtype}")
 
 
+def _columns(op: str, name: str, x: Tensor) -> int:
+    if x.dim() == 0:
+        raise ValueError(
+            f"{op}: {name} must have at least one dimension, got a 0-dimensional tensor"
+        )
+    return x.shape[-1]
+
+
 def check_group_formats(op: str, fmt: str, group: int, scale_fmt: str, columns: int) -> None:
     _check_one_of(op, "fmt", fmt, FORMATS)
     _check_one_of(op, "group", group, GROUPS)
@@ -70,14 +78,15 @@ def check_group_formats(op: str, fmt: str, group: int, scale_fmt: str, columns: 
 def check_per_token_cast(x: Tensor, fmt: str, group: int, scale_fmt: str, col_major: bool) -> None:
     op = "per_token_cast"
     _check_float(op, "x", x)
-    check_group_formats(op, fmt, group, scale_fmt, x.shape[-1])
+    check_group_formats(op, fmt, group, scale_fmt, _columns(op, "x", x))
     if col_major and x.dim() != 2:
         raise ValueError(f"{op}: x must be 2-D for column-major scales, got {tuple(x.shape)}")
 
 
 def check_fake_quant_(x: Tensor, fmt: str, group: int, scale_fmt: str) -> None:
     _check_float("fake_quant_", "x", x)
-    check_group_formats("fake_quant_", fmt, group, scale_fmt, x.shape[-1])
+    columns = _columns("fake_quant_", "x", x)
+    check_group_formats("fake_quant_", fmt, group, scale_fmt, columns)
 
 
 def scale_dtype(scale_fmt: str) -> torch.dtype:
@@ -99,7 +108,7 @@ def check_cast_back(
     _check_one_of(op, "fmt", fmt, FORMATS)
     if q.dtype != torch.uint8:
         raise TypeError(f"{op}: q must be uint8, got {q.dtype}")
-    columns = q.shape[-1] * (2 if fmt == "e2m1" else 1)
+    columns = _columns(op, "q", q) * (2 if fmt == "e2m1" else 1)
     check_group_formats(op, fmt, group, scale_fmt, columns)
     if s.dtype != scale_dtype(scale_fmt):
         raise TypeError(f"{op}: s must be {scale_dtype(scale_fmt)} for {scale_fmt}, got {s.dtype}")
