@@ -41,9 +41,9 @@ from tinfer.kernels._gemm_hopper_tile import (
     scaled_pairs,
     share,
     stage_before,
-    view,
     weights_of,
 )
+from tinfer.kernels._gluon_names import view
 
 
 # ---------------------------------------------------------------- operands

@@ -28,10 +28,10 @@ from tinfer.kernels._gemm_hopper_tile import (
     LINE_SHARED,
     STEP,
     WORDS,
-    copy,
     next_stage,
     stage_before,
 )
+from tinfer.kernels._gluon_names import copy
 
 FACTORS = gl.constexpr(gl.BlockedLayout([1, 2], [16, 2], [4, 1], [1, 0]))  # four groups a row
 

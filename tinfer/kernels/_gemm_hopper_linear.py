@@ -35,7 +35,6 @@ from tinfer.kernels._gemm_hopper_tile import (
     WORDS,
     accumulator,
     columns_of,
-    copy,
     copy_weights,
     fragment,
     leave,
@@ -44,9 +43,9 @@ from tinfer.kernels._gemm_hopper_tile import (
     scaled_pairs,
     share,
     stage_before,
-    view,
     weights_of,
 )
+from tinfer.kernels._gluon_names import copy, view
 
 
 # ---------------------------------------------------------------- operands

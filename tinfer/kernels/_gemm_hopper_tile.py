@@ -12,14 +12,8 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import shared_memory_descriptor
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-# Renamed between the versions of Triton that are supported.
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-view = (
-    getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
-)
+from tinfer.kernels._gluon_names import copy
 
 STEP = gl.constexpr(128)  # columns; four ue8m0 codes, one word
 STAGES = gl.constexpr(3)
@@ -114,7 +108,7 @@ def leave(
 
 # ---------------------------------------------------------------- weights
 @gluon.jit
-def _scaled(pairs, factor):
+def scaled(pairs, factor):
     """bf16 pairs times bf16 pairs, one instruction a word."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
@@ -148,7 +142,7 @@ def scaled_pairs(words, codes, ROWS: gl.constexpr):
     field = gl.minimum(gl.maximum(code + (120 - LIFT), 1), 254) << 7
     factor = (field | (field << 16)).to(gl.uint32).expand_dims(1).expand_dims(3).expand_dims(4)
     pairs, factor = gl.broadcast(pairs, factor)
-    return _halves(_scaled(pairs, factor))
+    return _halves(scaled(pairs, factor))
 
 
 @gluon.jit

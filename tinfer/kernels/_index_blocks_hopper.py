@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from tinfer.kernels._gluon_names import barrier
 from tinfer.kernels._index_copies import (
     COPY,
     COPY_LINE,
@@ -30,7 +31,6 @@ from tinfer.kernels._index_hopper import (
     HEAD,
     LEFT,
     LINE,
-    _barrier,
     _general_scores,
     _is_nan,
     _products,
@@ -177,7 +177,7 @@ def _index_blocks_hopper_kernel(
     wide = _store_queries(queries, query_codes, q_s, 0)
     w_s.index(0).store(weight)
     fence_async_shared()
-    _barrier()
+    barrier()
     q_scales = q_scale_ptr + token.to(gl.int64) * heads
     out_row = out_ptr + token.to(gl.int64) * out_stride
     if wide:

@@ -6,9 +6,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from tinfer.kernels._gluon_names import copy
 from tinfer.kernels._index_e4m3 import head_factor
 
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 KEYS = gl.constexpr(64)
 HEADS = gl.constexpr(32)
 COPY = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))

@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tinfer.kernels._gluon_names import barrier
 from tinfer.kernels._index_copies import (
     COPY_LINE,
     HEADS,
@@ -57,7 +58,6 @@ from tinfer.kernels._index_e4m3 import (
     smallest_code,
 )
 
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.9 renamed it
 STAGES = gl.constexpr(3)  # pairs of tiles in shared memory
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, ACC, 4))
@@ -225,7 +225,7 @@ def _index_logits_hopper_kernel(
         wide = wide | _store_queries(queries, query_codes, q_s, i)
         w_s.index(i).store(load_weights(weights_ptr, q_scale_ptr, token + i, heads))
     fence_async_shared()
-    _barrier()
+    barrier()
     own_weight = w_s.index(0).load(HEAD)
     line = gl.arange(0, KEYS, LINE)
     out_row = out_ptr + token.to(gl.int64) * out_stride + line
@@ -250,7 +250,7 @@ def _index_logits_hopper_kernel(
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     async_copy.wait_group(0)
     if gl.max(((nan & -0x7F7F7F80) != 0).to(gl.int32), 0) > 0:
-        _barrier()
+        barrier()
         few_scales = cache_ptr + (SCALE_BASE + SCALE_STRIDE * line)
         _add_nan(out_row, out_stride, few_scales, table, begin, done, page_stride,
                  PAGE, SCALE_STRIDE, TOKENS)  # fmt: skip

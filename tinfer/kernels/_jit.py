@@ -86,19 +86,6 @@ def absmax(x, AXIS: tl.constexpr):
     return tl.max(bits, axis=AXIS).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def row_sum(x, AXIS: tl.constexpr):
-    """Sum along AXIS in fp32."""
-    return tl.sum(to_fp32(x), axis=AXIS)
-
-
-@triton.jit
-def row_sum_sq(x, AXIS: tl.constexpr):
-    """Sum of squares along AXIS in fp32."""
-    f = to_fp32(x)
-    return tl.sum(f * f, axis=AXIS)
-
-
 # ---------------------------------------------------------------- e4m3
 @triton.jit
 def _snap(magnitude, TOP: tl.constexpr, LEAST: tl.constexpr, DIGITS: tl.constexpr):

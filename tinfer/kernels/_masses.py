@@ -133,12 +133,6 @@ def lane_sum(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def share_of_total(total, part):
-    """int64 floor(total * part / 2^31) for total < 2^48 and part < 2^32."""
-    return (total >> 31) * part + (((total & 0x7FFFFFFF) * part) >> 31)
-
-
-@triton.jit
 def share_24(top_p):
     """floor(top_p * 2^24), at most 2^24."""
     return tl.floor(tl.minimum(top_p, 1.0) * 16777216.0).to(tl.int32)

@@ -36,11 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tinfer.kernels._gemm_hopper_tile import scaled
 from tinfer.kernels._gemm_stream import SCALE_BACK
 from tinfer.kernels._gemm_tile import weight_factor
-
-# Triton 3.9 renamed it.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+from tinfer.kernels._gluon_names import copy
 
 STEP = gl.constexpr(128)  # columns
 ROWS = gl.constexpr(64)  # of one consumer
@@ -69,18 +68,6 @@ CODES = gl.constexpr(gl.SliceLayout(2, PIECES.value))
 
 # ---------------------------------------------------------------- weights to a left operand
 @gluon.jit
-def _scaled(pairs, factor):
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
-        "=r,r,r",
-        [pairs, factor],
-        dtype=gl.uint32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _decode(words, codes, LEFT: gl.constexpr):
     """uint32 [64, 16] with ue8m0 codes [64, 4] -> bf16 [64, 128], columns in order "e2m1"."""
     factor = weight_factor(codes, 126)
@@ -88,10 +75,10 @@ def _decode(words, codes, LEFT: gl.constexpr):
     factor, _ = gl.broadcast(gl.expand_dims(factor, 2), zeros)
     factor = gl.convert_layout(gl.reshape(factor, [ROWS, 16]), WORDS, assert_trivial=True)
     high = words >> 8  # what follows: see `pairs_e2m1`
-    p0 = _scaled(((words & 0x000F000F) * 0x1040) & 0x81C081C0, factor)
-    p1 = _scaled(((words & 0x00F000F0) * 0x0104) & 0x81C081C0, factor)
-    p2 = _scaled(((high & 0x000F000F) * 0x1040) & 0x81C081C0, factor)
-    p3 = _scaled(((high & 0x00F000F0) * 0x0104) & 0x81C081C0, factor)
+    p0 = scaled(((words & 0x000F000F) * 0x1040) & 0x81C081C0, factor)
+    p1 = scaled(((words & 0x00F000F0) * 0x0104) & 0x81C081C0, factor)
+    p2 = scaled(((high & 0x000F000F) * 0x1040) & 0x81C081C0, factor)
+    p3 = scaled(((high & 0x00F000F0) * 0x0104) & 0x81C081C0, factor)
     p = gl.join(gl.join(p0, p1), gl.join(p2, p3))
     first = (p & 0xFFFF).to(gl.uint16).to(gl.bfloat16, bitcast=True)
     second = (p >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
@@ -228,10 +215,10 @@ def _produce(
             live, live2 = (n1 < rows)[:, None], (n2 < rows)[:, None]
             for k in range(0, K, STEP):
                 mbarrier.wait(bars.index(STAGES + stage), phase)
-                _copy(w_s.index(stage), w_at + k // 8)
-                _copy(x_s.index(stage), x_at + k, mask=live)
+                copy(w_s.index(stage), w_at + k // 8)
+                copy(x_s.index(stage), x_at + k, mask=live)
                 if rows > N1:
-                    _copy(x2_s.index(stage), x2_at + k, mask=live2)
+                    copy(x2_s.index(stage), x2_at + k, mask=live2)
                 async_copy.mbarrier_arrive(bars.index(stage), increment_count=False)
                 stage, phase = _next(stage, phase, STAGES)
         else:

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tinfer.kernels._gluon_names import copy
+
 HEADS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
 HALF = gl.constexpr(256)
@@ -18,8 +20,6 @@ FULL, EMPTY, READY = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4)
 DONE, Q_FULL, Q_EMPTY = gl.constexpr(6), gl.constexpr(7), gl.constexpr(8)
 # Rows of the small fp32 lines: 0-1 maxima, 2-3 rescale factors, 4-5 sums, 6-7 biases of keys.
 TOP, RESCALE, TOTAL, BIAS = gl.constexpr(0), gl.constexpr(2), gl.constexpr(4), gl.constexpr(6)
-# Triton 3.9 renamed it.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 # ---------------------------------------------------------------- slots
@@ -57,7 +57,7 @@ def _copy_rows(cache, slot, page_stride, k_s, bars, B, free, LAYOUT: gl.constexp
     at = cache + _row_at(slot, page_stride, LAYOUT[4] // 2, LAYOUT)[:, None] + column
     mbarrier.wait(bars.index(EMPTY + B), free)
     for half in gl.static_range(2):
-        _copy(k_s.index(2 * B + half), at + half * HALF, mask=(slot >= 0)[:, None])
+        copy(k_s.index(2 * B + half), at + half * HALF, mask=(slot >= 0)[:, None])
 
 
 @gluon.jit
@@ -129,7 +129,7 @@ def _produce(
         head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, row_wise))[:, None]
         q_at = q + token * q_stride_t + head * q_stride_h + column
         for half in gl.static_range(2):
-            _copy(q_s.index(half), q_at + half * HALF, mask=head < heads)
+            copy(q_s.index(half), q_at + half * HALF, mask=head < heads)
         mbarrier.arrive(bars.index(Q_FULL), count=1)
         async_copy.mbarrier_arrive(bars.index(Q_FULL), increment_count=False)
         turn += 1  # noqa: SIM113  device code

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from tinfer.kernels._gluon_names import copy
 from tinfer.kernels._sparse_mla_packed_rows import (
     DIM,
     FOLD,
@@ -37,8 +38,6 @@ from tinfer.kernels._sparse_mla_packed_rows import (
 
 HEADS = gl.constexpr(64)
 LOG2E = gl.constexpr(1.4426950408889634)
-# Triton 3.9 renamed it.
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -187,7 +186,7 @@ def _sparse_mla_packed_kernel(
     head = first_head + gl.arange(0, HEADS, gl.SliceLayout(1, WIDE))[:, None]
     column = gl.arange(0, DIM, gl.SliceLayout(0, WIDE))[None, :]
     q_at = q + token * q_stride_t + head * q_stride_h + column
-    _copy(q_s.index(0), q_at, mask=head < end_head)
+    copy(q_s.index(0), q_at, mask=head < end_head)
     async_copy.commit_group()
 
     window_count, compressed_count = window_width, compressed_width

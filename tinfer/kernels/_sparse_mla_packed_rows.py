@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import shared_memory_descriptor
+
+from tinfer.kernels._gluon_names import view
 
 KEYS = gl.constexpr(64)
 DIM = gl.constexpr(512)
 WARPS = gl.constexpr(8)  # of a program
 FOLD = gl.constexpr(2.0**-8)
-# Triton 3.9 renamed it.
-_view = (
-    getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
-)
 
 
 def _ptx_e4m3() -> str:
@@ -174,4 +171,4 @@ def store_rows(code, scale, tile, LAYOUT: gl.constexpr):
         value = gl.inline_asm_elementwise(
             PTX, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words, scales], gl.int32, is_pure=True, pack=4
         )
-    _view(tile, gl.int32, [KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32)).store(value)
+    view(tile, gl.int32, [KEYS, DIM // 2], gl.NVMMASharedLayout(128, 32)).store(value)
